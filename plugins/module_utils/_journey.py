@@ -1,0 +1,174 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: what the playbooks hand from one step of a host's journey to the next (pure)."""
+
+from __future__ import annotations
+
+from typing import Any, Iterable, Mapping
+
+HEAVY_SUBSETS = ("backends", "server_args", "gpus", "toolkits", "fabric")
+INSTANCE_SUBSETS = ("model", "service")
+
+
+def probe_calls(intents: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the arguments of the ``probe_info`` calls that a host needs: one a venv, plus one a further instance.
+
+    The first instance of a venv rides along with the venv's own call, so that the usual host needs one round trip.
+    """
+    calls: list[dict[str, Any]] = []
+    venvs_done: set[str] = set()
+    for name, instance in intents.get("instances", {}).items():
+        venv = instance.get("venv")
+        if not venv:
+            continue
+        first = venv not in venvs_done
+        venvs_done.add(venv)
+        calls.append(
+            {
+                "venv": venv,
+                "instance": name,
+                "model_path": instance.get("model_path"),
+                "user": instance.get("user"),
+                "environment": instance.get("env_vars") or {},
+                "subset": list(HEAVY_SUBSETS + INSTANCE_SUBSETS) if first else list(INSTANCE_SUBSETS),
+                "wanted": _wanted(intents, instance),
+            }
+        )
+    for venv, about in intents.get("venvs", {}).items():
+        if venv in venvs_done:
+            continue
+        calls.append(
+            {
+                "venv": venv,
+                "instance": None,
+                "model_path": None,
+                "user": (about or {}).get("user"),
+                "environment": (about or {}).get("environment") or {},
+                "subset": list(HEAVY_SUBSETS),
+                "wanted": _wanted(intents, {}),
+            }
+        )
+    return calls
+
+
+def _wanted(intents: Mapping[str, Any], instance: Mapping[str, Any]) -> dict[str, list[str]]:
+    wanted = {name: list(uses) for name, uses in (intents.get("backends") or {}).items()}
+    for key, use in (("moe_a2a_backend", "a2a"), ("kv_transfer_backend", "kv_transfer"), ("elastic_ep_backend", "elastic_ep")):
+        value = instance.get(key)
+        for name in [value] if isinstance(value, str) else list(value or []):
+            backend = {"deepep": "deep_ep"}.get(name, name)
+            if backend in ("deep_ep", "mooncake", "nixl"):
+                uses = wanted.setdefault(backend, [])
+                if use not in uses:
+                    uses.append(use)
+    return wanted
+
+
+def collect_probes(results: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{venv: probe}`` from the results of the calls; ``probe.instances.<name>`` holds what is an instance's own."""
+    probes: dict[str, Any] = {}
+    for call, result in zip(probe_calls(intents), results):
+        probe = result.get("probe") or {}
+        target = probes.setdefault(call["venv"], {})
+        own = {key: probe[key] for key in INSTANCE_SUBSETS if key in probe}
+        for key, value in probe.items():
+            target.setdefault(key, value)
+        if call["instance"]:
+            target.setdefault("instances", {})[call["instance"]] = own
+    return probes
+
+
+def instance_probe(probes: Mapping[str, Any], intent: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the probe as one instance sees it: its venv's evidence with its own model and service."""
+    probe = dict(probes.get(intent.get("venv") or "", {}))
+    own = (probe.pop("instances", None) or {}).get(intent.get("instance"))
+    for key in INSTANCE_SUBSETS:
+        probe.pop(key, None)
+    probe.update(own or {})
+    return probe
+
+
+def host_work(plans: Mapping[str, Any], previews: Iterable[Mapping[str, Any]], probes: Mapping[str, Any]) -> dict[str, Any]:
+    """Say what a host still needs, from its plans and the dry run of its units.
+
+    Returns ``{needed, remedies: {venv: [remedy]}, stop: [instance], start: [instance], changes: {instance: [difference]}}``.
+    An instance is stopped only when packages of its venv change; a changed unit is swapped and restarted in one step.
+    """
+    remedies: dict[str, list[dict[str, Any]]] = {}
+    for plan in plans.values():
+        venv = plan.get("unit", {}).get("venv") or ""
+        for remedy in plan.get("remedies", []):
+            if remedy.get("required") and remedy not in remedies.setdefault(venv, []):
+                remedies[venv].append(remedy)
+    remedies = {venv: found for venv, found in remedies.items() if found}
+    needs = {item["instance"]: item.get("needs") or {} for item in previews if item.get("instance")}
+    changes = {item["instance"]: item.get("differences") or [] for item in previews if item.get("instance")}
+    services = [name for name, plan in plans.items() if plan.get("service")]
+    start = [name for name in services if any(needs.get(name, {}).values()) or plans[name]["unit"]["venv"] in remedies]
+    stop = [
+        name
+        for name in services
+        if plans[name]["unit"]["venv"] in remedies and _is_running(probes, plans[name]["unit"]["venv"], name)
+    ]
+    return {
+        "needed": bool(remedies or start),
+        "remedies": remedies,
+        "stop": stop,
+        "start": start,
+        "changes": {name: found for name, found in changes.items() if found},
+    }
+
+
+def _is_running(probes: Mapping[str, Any], venv: str, instance: str) -> bool:
+    service = probes.get(venv, {}).get("instances", {}).get(instance, {}).get("service") or {}
+    return service.get("state") in ("active", "activating", "reloading", "deactivating")
+
+
+
+
+def plan_names(intents: Mapping[str, Any]) -> list[str]:
+    """Return the instances to plan; a host that only wants backends gets one plan without a service, ``default``."""
+    names = list(intents.get("instances") or {})
+    if not names and (intents.get("backends") or intents.get("problems") or intents.get("venvs")):
+        return ["default"]
+    return names
+
+
+def accepted_instances(previews: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the instances whose current revision is already recorded as the last good one."""
+    return [
+        item["instance"]
+        for item in previews
+        if item.get("instance") and item.get("last_good") and item["last_good"] == item.get("current")
+    ]
+
+
+def ready_settings(instances: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``{instance: its time limits and counts}``."""
+    return {name: dict(instance.get("ready") or {}) for name, instance in instances.items()}
+
+
+def unmended(assumed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each remedy that was carried out and did not hold, and for each new rejection."""
+    problems = []
+    for name, plan in fresh.items():
+        before = {(r["backend"], r.get("use")) for r in assumed.get(name, {}).get("remedies", []) if r.get("required")}
+        for remedy in plan.get("remedies", []):
+            key = (remedy["backend"], remedy.get("use"))
+            if remedy.get("required") and key in before:
+                problems.append(
+                    f"{name}: {remedy['backend']} is still {remedy.get('state')} ({remedy.get('code')}) after its remedy; "
+                    f"next: {remedy.get('summary')}"
+                )
+        problems.extend(f"{name}: {rejection['code']}: {rejection['message']}" for rejection in plan.get("rejections", []))
+    return problems
+
+
+def failure(result: Mapping[str, Any], task: str) -> dict[str, Any]:
+    """Return ``{task, message, cause}`` of a failed task's result, looking into a loop's items for the first that failed."""
+    for item in result.get("results") or []:
+        if item.get("failed"):
+            result = item
+            break
+    return {"task": str(task), "message": str(result.get("msg") or "failed"), "cause": result.get("cause") or {}}
