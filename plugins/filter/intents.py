@@ -1,0 +1,60 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Filters that say what is wanted of a host, and explain a plan. Documented in the .yml files next to this one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+from ansible.errors import AnsibleError, AnsibleFilterError
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents
+from jinja2.exceptions import TemplateError
+
+
+def _parse(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def intents(variables: Any) -> dict[str, Any]:
+    """What a host's variables want of it; see ``_intents.intents``."""
+    if not isinstance(variables, Mapping):
+        raise AnsibleFilterError("gpufleet.sglang.intents takes the variables of a host: hostvars[inventory_hostname]")
+    own = {}
+    broken = []
+    for name in variables:
+        # Only our own names are looked at: templating every variable of a host is slow, and none of our business.
+        if not isinstance(name, str) or "_" not in name or not name.casefold().startswith("s"):
+            continue
+        if name not in _intents.BY_NAME and not name.casefold().partition("_")[0].endswith("lang"):
+            continue
+        try:
+            own[name] = _intents.plain(variables[name])
+        except (AnsibleError, TemplateError) as error:
+            broken.append((name, str(error)))
+    result = _intents.intents(own, _parse)
+    for name, error in broken:
+        result["problems"].append(
+            {
+                "code": "variable_not_resolved",
+                "variable": name,
+                "value": None,
+                "message": f"{name} cannot be resolved: {error}",
+                "suggestion": None,
+                "severity": "error" if name in _intents.BY_NAME else "warning",
+                "instance": None,
+            }
+        )
+    return result
+
+
+class FilterModule:
+    """Filters of intents."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"intents": intents}
