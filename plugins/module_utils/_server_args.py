@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import os
 import re
-from typing import Any, Iterable, Iterator, Mapping, Optional
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Callable, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Context
 
@@ -32,6 +34,9 @@ _NO_VALUE = {"store_true", "store_false", "store_const", "append_const", "count"
 _PARSER_TYPES = {"loads": "json", "json_list_type": "json", "human_readable_int": "int", "nullable_str": "str"}
 _PLAIN_TYPES = ("str", "int", "float", "bool")
 _ENV_NAME = re.compile(r"[A-Z][A-Z0-9_]{2,}\Z")
+_HELP_DEPRECATED = re.compile(r"\W*(?:deprecated|\[deprecated\])", re.IGNORECASE)
+_HELP_REPLACEMENT = re.compile(r"\buse (?:the )?['\"`]?(--[a-z][\w-]*(?:[= ](?:<[\w-]+>|[\w-]+))?)", re.IGNORECASE)
+_HUMAN_INT = re.compile(r"\s*(?:[+-]?\d+|\d+(?:\.\d+)?[kMGT]|\d+[KMGT]i)\s*\Z")
 
 
 class Unresolved(Exception):
@@ -66,6 +71,7 @@ class _Module:
         self.sources, self.name = sources, name
         self.body = ast.parse(text).body
         self.names: dict[str, Any] = {}
+        self.stars: list[str] = []
         self._bind(self.body)
 
     def _bind(self, body: Iterable[ast.stmt]) -> None:
@@ -78,7 +84,10 @@ class _Module:
                     package = self.name.split(".")[: -node.level]
                     base = ".".join([*package, base] if base else package)
                 for alias in node.names:
-                    self.names[alias.asname or alias.name] = ("from", base, alias.name)
+                    if alias.name == "*":
+                        self.stars.append(base)
+                    else:
+                        self.names[alias.asname or alias.name] = ("from", base, alias.name)
             elif isinstance(node, ast.If):
                 self._bind(node.orelse)
                 self._bind(node.body)
@@ -112,13 +121,21 @@ class Sources:
     def find(self, module: _Module, name: str, depth: int = 0) -> tuple[Any, _Module]:
         """The node that ``name`` is bound to in ``module``, and the module that it was found in."""
         bound = module.names.get(name)
-        if bound is None or depth > _DEPTH:
+        if depth > _DEPTH:
+            raise Unresolved(name)
+        if bound is None:
+            for star in map(self.module, module.stars):
+                if star is not None:
+                    try:
+                        return self.find(star, name, depth + 1)
+                    except Unresolved:
+                        continue
             raise Unresolved(name)
         if not isinstance(bound, tuple):
             return bound, module
         source = self.module(bound[1])
         if source is None:
-            raise Unresolved("%s.%s" % (bound[1], bound[2]))
+            raise Unresolved(f"{bound[1]}.{bound[2]}")
         return self.find(source, bound[2], depth + 1)
 
 
@@ -169,7 +186,7 @@ class _Scope:
         try:
             return method(node)
         except (TypeError, KeyError, IndexError, AttributeError, ValueError, ZeroDivisionError) as error:
-            raise Unresolved("%s: %s" % (type(error).__name__, error)) from error
+            raise Unresolved(f"{type(error).__name__}: {error}") from error
 
     def _constant(self, node: ast.Constant) -> Any:
         return node.value
@@ -370,7 +387,8 @@ class _Scope:
             items = self.iterate(node.args[0]) if node.args else []
             return sorted(items) if name == "sorted" else list(items)
         if isinstance(node.func, ast.Name) and name in ("str", "int", "float", "len") and len(node.args) == 1:
-            return {"str": str, "int": int, "float": float, "len": len}[name](self.value(node.args[0]))
+            converters: dict[str, Callable[[Any], Any]] = {"str": str, "int": int, "float": float, "len": len}
+            return converters[name](self.value(node.args[0]))
         if name in ("dict",) and not node.args and not node.keywords:
             return {}
         if name == "keys":
@@ -405,7 +423,7 @@ class _Scope:
         """What a helper without arguments returns at its end: earlier returns depend on what is loaded already."""
         inner = _Module.__new__(_Module)
         inner.sources, inner.name, inner.body = function.module.sources, function.module.name, function.node.body
-        inner.names = dict(function.module.names)
+        inner.names, inner.stars = dict(function.module.names), function.module.stars
         inner._bind(function.node.body)
         for statement in reversed(function.node.body):
             if isinstance(statement, ast.Return) and statement.value is not None:
@@ -440,6 +458,7 @@ class _Reader:
         self.sources = Sources(site_packages)
         self.defaults: dict[str, Any] = {}
         self.actions: list[dict[str, Any]] = []
+        self.fields: list[str] = []
         self.unresolved: list[str] = []
         self.layout = "unknown"
 
@@ -476,6 +495,7 @@ class _Reader:
                 if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                     continue
                 name = statement.target.id
+                self.fields.append(name)
                 if statement.value is not None:
                     try:
                         self.defaults[name] = scope.value(statement.value)
@@ -558,7 +578,7 @@ class _Reader:
     def _default(self, action: dict[str, Any], name: str) -> Any:
         value = self.defaults[name]
         if isinstance(value, Unresolved):
-            action["unresolved"].append("default: %s" % value)
+            action["unresolved"].append(f"default: {value}")
             return None
         return value.value if isinstance(value, _Member) else value
 
@@ -567,7 +587,7 @@ class _Reader:
             value = scope.iterate(node) if key == "choices" else scope.value(node)
         except Unresolved as error:
             if key != "help":
-                action["unresolved"].append("%s: %s" % (key, error))
+                action["unresolved"].append(f"{key}: {error}")
             return default
         if isinstance(value, list):
             return [item.value if isinstance(item, _Member) else item for item in value]
@@ -606,7 +626,7 @@ class _Reader:
         try:
             items = scope.iterate(statement.iter)
         except Unresolved as error:
-            self.unresolved.append("loop: %s" % error)
+            self.unresolved.append(f"loop: {error}")
             return
         for item in items:
             if isinstance(statement.target, ast.Name):
@@ -631,7 +651,7 @@ class _Reader:
             if isinstance(called, _Function):
                 self._statements(called.node.body, _Scope(called.module, None, self.defaults))
             else:
-                self.unresolved.append("call of %s" % _dotted(call.func))
+                self.unresolved.append(f"call of {_dotted(call.func)}")
 
     def _added(self, call: ast.Call, scope: _Scope) -> None:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
@@ -639,7 +659,7 @@ class _Reader:
         try:
             action["option_strings"] = [scope.value(argument) for argument in call.args]
         except Unresolved as error:
-            self.unresolved.append("flag: %s" % error)
+            self.unresolved.append(f"flag: {error}")
             return
         if not action["option_strings"] or not all(isinstance(o, str) for o in action["option_strings"]):
             self.unresolved.append("flag without a name")
@@ -669,7 +689,7 @@ class _Reader:
         try:
             found = scope.value(node)
         except Unresolved as error:
-            action["unresolved"].append("action: %s" % error)
+            action["unresolved"].append(f"action: {error}")
             return
         if isinstance(found, _Class):
             action["signature"] = _constructor_defaults(found, scope)
@@ -693,7 +713,7 @@ class _Reader:
         elif kind in ("store_const", "append_const", "count"):
             action["nargs"] = 0
         elif kind not in _BUILTIN_ACTIONS:
-            action["unresolved"].append("action: %s" % kind)
+            action["unresolved"].append(f"action: {kind}")
         if action["dest"] is None:
             flags = action["option_strings"]
             name = next((flag for flag in flags if flag.startswith("--")), flags[0])
@@ -764,11 +784,407 @@ def read_actions(site_packages: str) -> dict[str, Any]:
     """Every launch argument of the SGLang below ``site_packages``, as argparse would hold it.
 
     Returns ``{layout, actions: [{option_strings, dest, nargs, const, default, type, choices, required, action, class,
-    new_flag, error_message, const_value, help, unresolved}], unresolved: [text]}``; raises Unresolved for a layout
+    new_flag, error_message, const_value, help, unresolved}], fields: [name], unresolved: [text]}``; raises Unresolved for a layout
     that is not known. ``type`` is the name of the conversion function.
     """
     reader = _Reader(site_packages)
     reader.read()
     if not any("--model-path" in action["option_strings"] for action in reader.actions):
-        raise Unresolved("no --model-path among %d flags" % len(reader.actions))
-    return {"layout": reader.layout, "actions": reader.actions, "unresolved": reader.unresolved}
+        raise Unresolved(f"no --model-path among {len(reader.actions)} flags")
+    return {
+        "layout": reader.layout,
+        "actions": reader.actions,
+        "fields": reader.fields,
+        "unresolved": reader.unresolved,
+    }
+
+
+def read_env_vars(sources: Sources) -> dict[str, Any]:
+    """The environment variables that ``srt/environ.py`` declares.
+
+    Returns ``{env_vars: [name], env_vars_deprecated: {old: {replacement, message}}}``; both are empty for versions
+    without that file. SGLang also reads a few variables elsewhere: a name that is not listed need not be wrong.
+    """
+    module = sources.module(_ENVIRON)
+    if module is None:
+        return {"env_vars": [], "env_vars_deprecated": {}}
+    names: list[str] = []
+    deprecated: dict[str, dict[str, Any]] = {}
+    envs = module.names.get("Envs")
+    if isinstance(envs, ast.ClassDef):
+        for name, node in _assignments(envs.body):
+            if _ENV_NAME.match(name):
+                names.append(name)
+                for keyword in node.keywords if isinstance(node, ast.Call) else []:
+                    if keyword.arg == "deprecated_name" and isinstance(keyword.value, ast.Constant):
+                        deprecated[str(keyword.value.value)] = {"replacement": name, "message": ""}
+    for statement in module.body:
+        if isinstance(statement, ast.ClassDef) and statement.name == "Envs":
+            continue
+        for found in ast.walk(statement):
+            if isinstance(found, ast.Dict):
+                deprecated.update(_deprecated_table(found))
+            elif isinstance(found, ast.Call):
+                deprecated.update(_deprecation_call(found, module))
+    return {"env_vars": names, "env_vars_deprecated": {k: v for k, v in deprecated.items() if _ENV_NAME.match(k)}}
+
+
+def _deprecated_table(node: ast.Dict) -> dict[str, dict[str, Any]]:
+    """Rows of a table of deprecated names: ``OLD: NEW`` or ``OLD: _DeprecatedEnv(replacement=..., note=...)``."""
+    out: dict[str, dict[str, Any]] = {}
+    for key, value in zip(node.keys, node.values):
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str) or not _ENV_NAME.match(key.value):
+            return {}
+        if isinstance(value, ast.Constant) and isinstance(value.value, str) and _ENV_NAME.match(value.value):
+            out[key.value] = {"replacement": value.value, "message": ""}
+        elif isinstance(value, ast.Call) and "eprecated" in _last(value.func):
+            texts = {k.arg: _text(k.value) for k in value.keywords}
+            out[key.value] = {"replacement": texts.get("replacement") or None, "message": texts.get("note") or ""}
+        else:
+            return {}
+    return out
+
+
+def _deprecation_call(node: ast.Call, module: _Module) -> dict[str, dict[str, Any]]:
+    function = module.names.get(_last(node.func))
+    if not isinstance(function, ast.FunctionDef) or "deprecated" not in function.name:
+        return {}
+    given = {argument.arg: _text(value) for argument, value in zip(function.args.args, node.args)}
+    given.update({keyword.arg: _text(keyword.value) for keyword in node.keywords if keyword.arg})
+    old = given.get("old_name") or given.get("env_name")
+    if not old:
+        return {}
+    return {old: {"replacement": given.get("new_name") or None, "message": given.get("suggestion") or ""}}
+
+
+def _text(node: ast.AST) -> Optional[str]:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        left, right = _text(node.left), _text(node.right)
+        return left + right if left is not None and right is not None else None
+    return None
+
+
+def deprecation(action: Mapping[str, Any]) -> Optional[dict[str, Any]]:
+    """``{replacement, message, removed}`` of a deprecated flag, else None; ``removed``: SGLang refuses to start."""
+    message = action.get("error_message") or ""
+    text = str(action.get("help") or "")
+    told = bool(_HELP_DEPRECATED.match(text[:40]))
+    if not (action.get("new_flag") or message or told or "Deprecated" in (action.get("class") or "")):
+        return None
+    replacement = action.get("new_flag")
+    if not replacement:
+        found = _HELP_REPLACEMENT.search(message or text)
+        replacement = found.group(1) if found else None
+    return {"replacement": replacement, "message": message, "removed": bool(message)}
+
+
+def describe(actions: Iterable[Mapping[str, Any]], fields: Iterable[str] = ()) -> dict[str, dict[str, Any]]:
+    """Actions in the contract's shape: ``{key: {flag, aliases, type, nargs, choices, action, deprecated, ...}}``.
+
+    The key is the field of ServerArgs that the flag sets (``tp_size`` in every version, though argparse calls it
+    ``tensor_parallel_size`` in some); a further flag that sets the same field has its own name as key. ``dest`` is
+    there where argparse's name differs from the key. ``default`` is there where it is a literal other than None, ``parser`` where SGLang
+    converts the value with a function of its own, ``const`` where a flag without value stores something but True.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    known = set(fields)
+    for action in sorted(actions, key=lambda action: deprecation(action) is not None):
+        options = list(action["option_strings"])
+        field = action["dest"]
+        if field not in known:
+            field = next((name for name in map(_key, options) if name in known), field)
+        wanted = "--" + field.replace("_", "-")
+        flag = wanted if wanted in options else next((o for o in options if o.startswith("--")), options[0])
+        key = field if field not in out and not deprecation(action) else _key(flag)
+        parser = action["type"]
+        kind = action["action"]
+        shown = _PARSER_TYPES.get(parser, parser if parser in _PLAIN_TYPES else "str")
+        if kind == "store" and action["nargs"] == 0:
+            kind = "store_true" if action["const"] is True or action["class"] == "DeprecatedAction" else "store_const"
+        entry: dict[str, Any] = {
+            "flag": flag,
+            "aliases": [option for option in options if option != flag],
+            "type": "bool" if kind in _NO_VALUE else shown,
+            "nargs": action["nargs"],
+            "choices": None if action["choices"] is None else list(action["choices"]),
+            "action": kind,
+            "deprecated": deprecation(action),
+        }
+        if key != action["dest"]:
+            entry["dest"] = action["dest"]
+        if action["default"] not in (None, False, [], "==SUPPRESS=="):
+            entry["default"] = action["default"]
+        if parser is not None and parser not in _PLAIN_TYPES and kind not in _NO_VALUE:
+            entry["parser"] = parser
+        if action["required"]:
+            entry["required"] = True
+        if action["const_value"] is not None:
+            entry["const"] = action["const_value"]
+        if any(text.startswith("choices") or text == "conditional" for text in action["unresolved"]):
+            entry["uncertain"] = True
+        out[key] = entry
+    return out
+
+
+_DEFAULTS: dict[str, Any] = {
+    "aliases": [],
+    "type": "str",
+    "nargs": None,
+    "choices": None,
+    "action": "store",
+    "deprecated": None,
+}
+
+
+def compact(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The same facts without what :func:`expand` can put back: about a third of the bytes, for the wire."""
+    flags = {}
+    for key, entry in server_args.get("flags", {}).items():
+        flags[key] = {
+            name: value
+            for name, value in entry.items()
+            if not (name in _DEFAULTS and value == _DEFAULTS[name])
+            and not (name == "flag" and value == "--" + key.replace("_", "-"))
+            and not (entry.get("action") in _NO_VALUE and (name, value) in (("type", "bool"), ("nargs", 0)))
+        }
+    return dict(server_args, flags=flags)
+
+
+def expand(server_args: Mapping[str, Any]) -> dict[str, Any]:
+    """The contract's full shape of a result of :func:`compact`; a full one is returned equal."""
+    flags = {}
+    for key, entry in server_args.get("flags", {}).items():
+        full: dict[str, Any] = {"flag": "--" + key.replace("_", "-"), **_DEFAULTS}
+        full["aliases"] = []
+        if entry.get("action") in _NO_VALUE:
+            full.update(type="bool", nargs=0)
+        full.update(entry)
+        flags[key] = full
+    return dict(server_args, flags=flags)
+
+
+_HELP_ENTRY = re.compile(r"^ {2}(-{1,2}[A-Za-z][^\n]*)$", re.MULTILINE)
+_HELP_OPTION = re.compile(r"(--?[A-Za-z][\w-]*)(?: +(?!-)([^,]*?))?(?:, (?=-)|$)")
+
+
+def parse_help(text: str) -> dict[str, dict[str, Any]]:
+    """Flags from ``--help``: names, choices and number of values are there, types are not (``type`` is None)."""
+    flags: dict[str, dict[str, Any]] = {}
+    text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
+    for match in _HELP_ENTRY.finditer(text):
+        # Two blanks or more end the flags and begin the text of the flag.
+        head = re.split(r" {2,}", match.group(1))[0]
+        options = _HELP_OPTION.findall(head)
+        names = [name for name, dummy in options]
+        if not names or "--help" in names:
+            continue
+        value = next((v.strip() for dummy, v in reversed(options) if v.strip()), "")
+        found = re.search(r"\{([^{}]*)\}", value)
+        positive = [name for name in names if not (name.startswith("--no-") and "--" + name[5:] in names)]
+        flag = next((name for name in positive if name.startswith("--")), names[0])
+        action = "store" if value else ("store_true" if len(positive) == len(names) else "boolean_optional")
+        flags[_key(flag)] = {
+            "flag": flag,
+            "aliases": [name for name in names if name != flag],
+            "type": None if value else "bool",
+            "nargs": _help_nargs(value) if value else 0,
+            "choices": found.group(1).split(",") if found else None,
+            "action": action,
+            "deprecated": None,
+        }
+    return flags
+
+
+def _help_nargs(value: str) -> Optional[str]:
+    if value.endswith("...]"):
+        return "*" if value.startswith("[") else "+"
+    return "?" if value.startswith("[") else None
+
+
+_EMPTY: dict[str, Any] = {
+    "sglang_version": None,
+    "layout": None,
+    "flags": {},
+    "env_vars": [],
+    "env_vars_deprecated": {},
+    "problem": None,
+}
+
+
+def read_server_args(site_packages: str, version: Optional[str] = None) -> dict[str, Any]:
+    """``server_args`` of contracts.md for the SGLang below ``site_packages``; ``problem`` says why it is unknown."""
+    result = dict(_EMPTY, state="unknown", sglang_version=version)
+    try:
+        read = read_actions(site_packages)
+        flags = describe(read["actions"], read["fields"])
+    except (Unresolved, RecursionError, SyntaxError, ValueError, TypeError, KeyError, AttributeError) as error:
+        return dict(result, problem=f"unknown layout of SGLang's arguments: {error}")
+    result.update(state="ok", layout=read["layout"], flags=flags)
+    if read["unresolved"]:
+        result["problem"] = "some flags could not be read: " + "; ".join(read["unresolved"][:5])
+    result.update(read_env_vars(Sources(site_packages)))
+    return result
+
+
+def gather(context: Context) -> dict[str, Any]:
+    """``server_args`` of the probe: read statically, else from ``--help`` in a child of the venv's interpreter."""
+    sglang = context.sglang or {}
+    if not sglang.get("path"):
+        return dict(_EMPTY, state="absent")
+    package = sglang["path"].rstrip("/")
+    if os.path.basename(package) != "sglang":
+        package = os.path.join(package, "sglang")
+    result = read_server_args(context.path(os.path.dirname(package)), sglang.get("version"))
+    python = context.venv.get("python") or os.path.join(context.venv.get("path") or "", "bin", "python")
+    if result["state"] == "unknown" and os.path.isabs(python):
+        argv = [python, "-m", "sglang.launch_server", "--help"]
+        helped = context.run(argv, context.import_timeout)
+        flags = parse_help(helped.stdout) if helped.rc == 0 else {}
+        if "model_path" in flags:
+            result.update(state="ok", layout="help", flags=flags)
+        else:
+            ending = f"no answer in {context.import_timeout:g} s" if helped.timed_out else f"rc {helped.rc}"
+            result["problem"] = f"{result['problem']}; --help: {ending}"
+    return result
+
+
+def _key(option: str) -> str:
+    return option.strip().lstrip("-").replace("-", "_")
+
+
+def _dashed(name: str) -> str:
+    return "--" + name.strip().lstrip("-").replace("_", "-")
+
+
+def _options(server_args: Mapping[str, Any]) -> dict[str, str]:
+    """Option string, dashes only, to key."""
+    table: dict[str, str] = {}
+    for key, entry in server_args.get("flags", {}).items():
+        for option in (entry.get("flag") or _dashed(key), *entry.get("aliases", [])):
+            table[option if not option.startswith("--") else _dashed(option)] = key
+    return table
+
+
+def resolve_flag(server_args: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a flag of the user means to the installed SGLang, by the rules of argparse.
+
+    ``name`` may be written ``tp_size``, ``tp-size`` or ``--tp-size``. Returns ``{kind, key, flag, ...}``:
+
+    * ``exact``, ``alias`` and ``abbreviation`` (unique) with the canonical long ``flag``; ``negated`` is True for the
+      ``--no-x`` form of a flag;
+    * ``deprecated`` with ``replacement``, ``message`` and ``removed``;
+    * ``ambiguous`` with ``candidates``; ``unknown`` with ``near`` (both lists of flags);
+    * ``unverified`` where the arguments of the installed SGLang could not be read.
+    """
+    wanted = _dashed(name)
+    if server_args.get("state") != "ok":
+        return {"kind": "unverified", "key": _key(wanted), "flag": wanted}
+    flags = server_args["flags"]
+    options = _options(server_args)
+    kind, key = "exact", options.get(wanted)
+    option = wanted
+    if key is None and _key(name) in flags:
+        key = _key(name)
+        kind, option = "alias", flags[key].get("flag") or _dashed(key)
+    if key is None:
+        candidates = sorted(o for o in options if o.startswith(wanted)) if len(wanted) > 2 else []
+        keys = {options[o] for o in candidates}
+        if len(keys) > 1 or len({_is_negation(o, options) for o in candidates}) > 1:
+            return {"kind": "ambiguous", "key": None, "flag": None, "candidates": candidates}
+        if not keys:
+            near = difflib.get_close_matches(wanted, list(options), n=3, cutoff=0.75)
+            return {"kind": "unknown", "key": None, "flag": None, "near": near}
+        kind, key, option = "abbreviation", keys.pop(), candidates[0]
+    entry = flags[key]
+    flag = entry.get("flag") or _dashed(key)
+    result = {"kind": kind, "key": key, "flag": flag}
+    if kind == "exact" and option != _dashed(flag):
+        result["kind"] = "alias"
+    if _is_negation(option, options):
+        result.update(flag=option, negated=True)
+    if entry.get("deprecated"):
+        result.update(kind="deprecated", **entry["deprecated"])
+    return result
+
+
+def _is_negation(option: str, options: Mapping[str, str]) -> bool:
+    positive = "--" + option[5:]
+    return option.startswith("--no-") and options.get(positive) == options.get(option)
+
+
+def resolve_env_var(server_args: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """``{kind: known|deprecated|unknown|foreign|unverified, ...}`` of an environment variable.
+
+    ``deprecated`` has ``replacement`` and ``message``, ``unknown`` has ``near``; ``foreign`` is a variable that is not
+    named like SGLang's own.
+    """
+    known = server_args.get("env_vars") or []
+    deprecated = server_args.get("env_vars_deprecated") or {}
+    if name in deprecated:
+        return dict(deprecated[name], kind="deprecated", name=name)
+    if name in known:
+        return {"kind": "known", "name": name}
+    if not name.startswith(("SGLANG_", "SGL_")):
+        return {"kind": "foreign", "name": name}
+    if not known:
+        return {"kind": "unverified", "name": name}
+    renamed = "SGLANG_" + name[4:] if name.startswith("SGL_") else None
+    if renamed in known:
+        return {"kind": "deprecated", "name": name, "replacement": renamed, "message": ""}
+    near = difflib.get_close_matches(renamed or name, known, n=3, cutoff=0.75)
+    return {"kind": "unknown", "name": name, "near": near}
+
+
+def check_value(entry: Mapping[str, Any], value: Any) -> Optional[dict[str, Any]]:
+    """Why argparse would refuse ``value`` for a flag, as ``{code, expected, value, near}``, or None.
+
+    Codes: ``flag_type`` (not what the flag's type converts) and ``flag_choice`` (not among its choices; ``near`` holds
+    the likely meant ones). None and False are always right: the flag is then left out. A list given to a flag of one
+    value is refused, except where its parser is SGLang's own JSON.
+    """
+    if value is None or value is False:
+        return None
+    nargs, kind = entry.get("nargs"), entry.get("type")
+    if entry.get("action") in _NO_VALUE:
+        return None if value is True else {"code": "flag_type", "expected": "true or false", "value": value}
+    many = nargs in ("+", "*") or (isinstance(nargs, int) and nargs > 0) or entry.get("action") in ("append", "extend")
+    if isinstance(value, (list, tuple)) and kind != "json":
+        if not many:
+            return {"code": "flag_type", "expected": "one value", "value": list(value)}
+        if isinstance(nargs, int) and len(value) != nargs:
+            return {"code": "flag_type", "expected": f"{nargs} values", "value": list(value)}
+        if nargs == "+" and not value:
+            return {"code": "flag_type", "expected": "at least one value", "value": []}
+        return next((problem for problem in (_check_scalar(entry, v) for v in value) if problem), None)
+    return _check_scalar(entry, value)
+
+
+def _check_scalar(entry: Mapping[str, Any], value: Any) -> Optional[dict[str, Any]]:
+    kind, choices = entry.get("type"), entry.get("choices")
+    if entry.get("nargs") == "?" and value is True:
+        return None
+    problem: dict[str, Any] = {"code": "flag_type", "expected": kind, "value": value}
+    if isinstance(value, bool) and kind != "json":
+        return problem
+    if isinstance(value, (dict, list)) and kind != "json" and entry.get("parser") is None and kind is not None:
+        return problem
+    if entry.get("parser") == "human_readable_int":
+        return None if _HUMAN_INT.match(str(value)) else problem
+    converters: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "json": _json}
+    if kind in converters:
+        try:
+            converted = converters[kind](str(value) if kind != "json" else value)
+        except (ValueError, TypeError):
+            return problem
+        value = converted if kind != "json" else value
+    if choices and not entry.get("uncertain") and str(value) not in {str(choice) for choice in choices}:
+        texts = [str(choice) for choice in choices]
+        near = difflib.get_close_matches(str(value), texts, n=3, cutoff=0.5)
+        return {"code": "flag_choice", "expected": texts, "value": value, "near": near}
+    return None
+
+
+def _json(value: Any) -> Any:
+    return json.loads(value) if isinstance(value, str) else json.loads(json.dumps(value))
