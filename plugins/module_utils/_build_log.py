@@ -1,0 +1,349 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: the first real error of a build log, and how far a build has come (pure)."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+
+class Cause(NamedTuple):
+    """A row of the table. ``retryable``: the same build can succeed later without anybody changing anything."""
+
+    code: str
+    pattern: str
+    text: str
+    mend: str
+    retryable: bool = False
+
+
+# Order matters only inside one line: the earliest matching line wins, and there the first row.
+CAUSES: tuple[Cause, ...] = (
+    Cause(
+        "cccl_headers_not_on_host_path",
+        r"(?:cuda/std/[\w./]+|nv/target|cub/[\w./]+|thrust/[\w./]+): No such file",
+        "the host compiler does not find the CCCL headers, which CUDA 13 moved to include/cccl",
+        "put the toolkit's targets/<arch>/include/cccl (or include/cccl) on CPATH",
+    ),
+    Cause(
+        "rdma_headers_missing",
+        r"infiniband/(?:mlx5dv|verbs)\.h: No such file",
+        "the RDMA headers are missing",
+        "install libibverbs-dev (Debian) or rdma-core-devel (RHEL), or give a folder with them in extra_include_dirs",
+    ),
+    Cause(
+        "cuda_headers_missing",
+        r"(?:cusparse|cublas\w*|cusolver\w*|curand\w*|cufft|nvrtc|nvToolsExt|cuda_runtime_api"
+        r"|cuda_profiler_api|nvml|cuda)\.h: No such file",
+        "the toolkit lacks CUDA library headers (it is the compiler only)",
+        "put site-packages/nvidia/cu13/include of the venv on CPATH, or install the toolkit's development packages",
+    ),
+    Cause(
+        "nccl_headers_missing",
+        r"nccl(?:_device(?:/\w+)?)?\.h: No such file",
+        "NCCL's headers are missing or too old",
+        "use the venv's nvidia-nccl package (2.30.4 or newer for DeepEP 2)",
+    ),
+    Cause(
+        "nvshmem_headers_missing",
+        r"(?:nvshmemx?|device_host_transport/\w+|non_abi/[\w/]+)\.(?:h|cuh): No such file",
+        "NVSHMEM's headers are missing",
+        "install nvidia-nvshmem-cu12 or -cu13 to match torch, or give nvshmem_dir",
+    ),
+    Cause(
+        "submodule_missing",
+        r"(?:fmt/(?:base|format|core)\.h: No such file|third-party/\w+.*(?:No such file|does not exist|not found))",
+        "a git submodule of the source is empty",
+        "clone with --recurse-submodules, or unpack the submodule into the source folder",
+    ),
+    Cause(
+        "python_headers_missing",
+        r"Python\.h: No such file",
+        "the headers of the venv's Python are missing",
+        "install the development package of that Python (python3-dev, python3.x-devel)",
+    ),
+    Cause(
+        "toolkit_major_mismatch",
+        r"The detected CUDA version \(.*\) mismatches the version that was used to compile",
+        "nvcc belongs to another CUDA than torch",
+        "use a toolkit whose major version equals torch.version.cuda",
+    ),
+    Cause(
+        "torch_is_cpu_build",
+        r"CUDA_HOME environment variable is not set",
+        "torch in the target venv is a CPU build, or no toolkit is set: no CUDA extension can be built with it",
+        "install a CUDA build of torch in the target venv",
+    ),
+    Cause(
+        "build_isolation",
+        r"ModuleNotFoundError: No module named '(?:torch|numpy)'",
+        "the build did not see the target venv's packages",
+        "build with the target venv's interpreter and without build isolation",
+    ),
+    Cause(
+        "build_tools_missing",
+        r"ModuleNotFoundError: No module named '(?:setuptools|wheel|packaging|ninja|pkg_resources)'"
+        r"|error: invalid command 'bdist_wheel'"
+        r"|Ninja is required to load C\+\+ extensions",
+        "Python build tools are missing",
+        "let the build overlay be filled (an index or a wheelhouse with setuptools, wheel and ninja)",
+    ),
+    Cause(
+        "build_tools_unavailable",
+        r"(?:ERROR: )?No matching distribution found for|Could not find a version that satisfies the requirement",
+        "the build tools could not be had from the package index",
+        "give a wheelhouse that holds setuptools, wheel and ninja",
+    ),
+    Cause(
+        "nvcc_missing",
+        r"(?:nvcc: (?:command )?not found|No such file or directory: '[^']*nvcc'|/nvcc: not found)",
+        "nvcc is not where it was",
+        "install the CUDA toolkit that matches torch",
+    ),
+    Cause(
+        "host_compiler_unsupported",
+        r"unsupported GNU version|#error -- unsupported|not supported by nvcc.*host compiler"
+        r"|The current installed version of \S+ .* is (?:greater|less) than",
+        "nvcc does not accept this host compiler",
+        "install a compiler that the toolkit supports and give it in compiler (CC/CXX, NVCC_CCBIN)",
+    ),
+    Cause(
+        "cxx_compiler_missing",
+        r"(?:command '?(?:/\S+/)?(?:gcc|g\+\+|c\+\+|cc"
+        r"|x86_64-linux-gnu-\w+\+*)'? (?:failed: )?No such file|g\+\+: (?:command )?not found"
+        r"|(?:cannot execute|error trying to exec) 'cc1plus'|Failed to preprocess host compiler"
+        r"|nvcc fatal\s*:\s*Failed to)",
+        "there is no C++ compiler",
+        "install g++ (Debian) or gcc-c++ (RHEL)",
+    ),
+    Cause(
+        "arch_unsupported_by_toolkit",
+        r"Unsupported gpu architecture|Unknown CUDA arch \(|Value '(?:sm|compute)_\w+' is not defined",
+        "this toolkit or torch does not know the GPU architecture",
+        "use a newer toolkit, or leave the architecture out of gpu_archs",
+    ),
+    Cause(
+        "deepep_unsupported_arch",
+        r"Disable SM90 features|assert False, 'Not implemented'|AssertionError: Not implemented"
+        r"|Instruction '[\w.]+' (?:not supported|cannot be compiled)"
+        r"|Feature '[^']+' (?:requires|not supported)",
+        "this DeepEP needs instructions that the architecture lacks",
+        "build for the GPUs that this revision supports, or use another a2a backend",
+    ),
+    Cause(
+        "nvshmem_without_ibgda",
+        r"[Uu]ndefined reference to '?`?nvshmemi_ibgda_device_state_d",
+        "this NVSHMEM was built without IBGDA",
+        "use the NVSHMEM wheel, or build NVSHMEM with NVSHMEM_IBGDA_SUPPORT=1",
+    ),
+    Cause(
+        "nvshmem_too_new",
+        r"[Mm]ultiple definition of '?`?nvshmemi?_ibgda_device_state_d",
+        "this revision does not work with NVSHMEM 3.5 and newer",
+        "pin nvidia-nvshmem to 3.4.5, or build DeepEP 29d31c0 or newer",
+    ),
+    Cause(
+        "nccl_library_not_found",
+        r"cannot find -l:?(?:libnccl\.so\S*|nccl)\b",
+        "the linker does not find NCCL",
+        "put site-packages/nvidia/nccl/lib on LIBRARY_PATH",
+    ),
+    Cause(
+        "libcuda_stub_not_found",
+        r"cannot find -lcuda(?!\w)",
+        "the linker does not find libcuda",
+        "put the toolkit's lib64/stubs on LIBRARY_PATH",
+    ),
+    Cause(
+        "nvshmem_library_not_found",
+        r"cannot find -l:?(?:libnvshmem\w*\.\S+|nvshmem\w*)|libnvshmem_host\.so not found",
+        "the linker does not find NVSHMEM (the wheel ships libnvshmem_host.so.3 only)",
+        "use a revision with DeepEP #627, or a link libnvshmem_host.so in a folder on LIBRARY_PATH",
+    ),
+    Cause(
+        "cuda_library_not_found",
+        r"cannot find -l:?(?:lib)?(cudart|cudadevrt|nvtx3interop|nvrtc|cublas|c10_cuda|mlx5|ibverbs)\b",
+        "the linker does not find a library of the toolkit or of rdma-core",
+        "install the toolkit's development libraries (mlx5, ibverbs: rdma-core), or add their folder to LIBRARY_PATH",
+    ),
+    Cause(
+        "out_of_memory",
+        r"Killed\s+signal|\bKilled\b(?: {2,}|$)|fatal error: Killed signal|died due to signal 9|signal 9"
+        r"|virtual memory exhausted|Cannot allocate memory|cc1plus.*out of memory",
+        "the compiler was killed: not enough memory for this many jobs",
+        "lower max_jobs (about 2.6 GB a job) or use a larger builder",
+        True,
+    ),
+    Cause(
+        "disk_full",
+        r"No space left on device|Disk quota exceeded",
+        "the disk is full",
+        "free space in the state folder's file system, or set state_dir to another",
+        True,
+    ),
+    Cause(
+        "network_unreachable",
+        r"Could not resolve host|Connection (?:timed out|refused)|unable to access 'http"
+        r"|Network is unreachable|Failed to connect to|SSL certificate problem",
+        "a download failed",
+        "use a folder or a tarball as the source and a wheelhouse for the build tools",
+        True,
+    ),
+    Cause(
+        "revision_not_found",
+        r"(?:pathspec '[^']+' did not match|couldn't find remote ref|not our ref"
+        r"|Remote branch \S+ not found|unadvertised object)",
+        "the git repository has no such revision",
+        "check revision (a full commit hash is safest)",
+    ),
+    Cause(
+        "git_access_denied",
+        r"Permission denied \(publickey|Authentication failed for|could not read Username"
+        r"|Repository not found|does not appear to be a git repository",
+        "the git repository does not let the host in",
+        "use a URL that the host can read, or a folder or tarball",
+    ),
+    Cause(
+        "package_not_found_by_setup",
+        r"AssertionError: Cannot find package: (\w+)|NVSHMEM directory does not exist",
+        "setup.py finds no NVSHMEM or NCCL",
+        "install the nvidia-nvshmem and nvidia-nccl packages of torch's CUDA major, or give nvshmem_dir and nccl_dir",
+    ),
+    Cause(
+        "nvlink_error",
+        r"nvlink (?:error|fatal)\s*:",
+        "device linking failed",
+        "see the log: symbols of the device code do not fit together",
+    ),
+    Cause(
+        "compile_error",
+        r"(?:\berror:|: error\b|\bfatal error\b|\berror #?\d+|ptxas fatal|nvcc fatal)",
+        "the compiler reports an error",
+        "see the log",
+    ),
+    Cause(
+        "link_error",
+        r"(?:undefined reference to|ld returned \d+ exit status|collect2: error|multiple definition of|cannot find -l)",
+        "linking failed",
+        "see the log",
+    ),
+    Cause("python_error", r"^(?:\w+\.)*\w*(?:Error|Exception): ", "the build script failed", "see the log"),
+)
+
+# These follow from an earlier error, or are no error.
+_CONSEQUENCE = re.compile(
+    r"ninja: build stopped|subcommand failed|Error compiling objects for extension|CalledProcessError|\[\d+/\d+\]"
+    r"|fatal: not a git repository|warning:|Werror|-Wno-|FAILED: (?:\[code|/|\S+\.o)"
+    r"|error: subprocess-exited-with-error"
+    r"|SetuptoolsDeprecationWarning|metadata-generation-failed|note: This error originates|ERROR: Failed building wheel"
+)
+# rc 0, and yet the product is wrong.
+_SUSPECT = (
+    Cause(
+        "device_link_wrong_arch",
+        r"nvlink warning\s*:\s*SM Arch \('(sm_\w+)'\) not found",
+        "the device link used an architecture that the objects do not have, so kernels will be missing at run time",
+        "use a newer revision, which passes the architecture to the device link",
+    ),
+    Cause(
+        "nvshmem_disabled",
+        r"All internode and low-latency features are disabled",
+        "NVSHMEM was not found, and the extension was built without its kernels",
+        "install nvidia-nvshmem in the target venv, or give nvshmem_dir",
+    ),
+)
+_ROWS = tuple((cause, re.compile(cause.pattern)) for cause in CAUSES)
+_SUSPECT_ROWS = tuple((cause, re.compile(cause.pattern)) for cause in _SUSPECT)
+_GENERIC = frozenset({"compile_error", "link_error", "python_error", "nvlink_error"})
+_PROGRESS = re.compile(r"^\[(\d+)/(\d+)\]\s+(.*)$")
+
+
+def diagnose(lines: Iterable[str], rc: int) -> dict[str, Any] | None:
+    """Return what went wrong, or None for a build that looks well.
+
+    ``{state: build_failed|build_suspect, code, message, mend, retryable, line: int (1-based), text, lines: [str]}``.
+    The cause is the first real error: what follows from it ("ninja: build stopped") is never the cause, and of the
+    linker's and Python's general complaints only the first is kept while a known one is looked for further down.
+    ``rc`` 0 can still be ``build_suspect``.
+    """
+    text = [line.rstrip("\n") for line in lines]
+    if rc == 0:
+        for number, line in enumerate(text, 1):
+            for cause, pattern in _SUSPECT_ROWS:
+                if pattern.search(line):
+                    return _finding("build_suspect", cause, number, line, text)
+        return None
+    fallback: dict[str, Any] | None = None
+    for number, line in enumerate(text, 1):
+        if _CONSEQUENCE.search(line) and not _carries_cause(line):
+            continue
+        for cause, pattern in _ROWS:
+            if pattern.search(line):
+                found = _finding("build_failed", cause, number, line, text)
+                # A Python traceback ends in the error that counts; a linker says what it lacks before it gives up.
+                if cause.code not in _GENERIC:
+                    return found
+                fallback = fallback or found
+                break
+        if fallback and fallback["code"] == "compile_error":
+            return fallback
+    if fallback:
+        return fallback
+    tail = [line for line in text if line.strip()][-5:]
+    return {
+        "state": "build_failed",
+        "code": "build_failed",
+        "message": f"the build ended with rc {rc} and no known error",
+        "mend": "see the log",
+        "retryable": rc in (-9, 137),
+        "line": len(text),
+        "text": tail[-1] if tail else "",
+        "lines": tail,
+    }
+
+
+def _carries_cause(line: str) -> bool:
+    return any(pattern.search(line) for cause, pattern in _ROWS if cause.code not in _GENERIC) and not _PROGRESS.match(
+        line
+    )
+
+
+def _finding(state: str, cause: Cause, number: int, line: str, text: list[str]) -> dict[str, Any]:
+    return {
+        "state": state,
+        "code": cause.code,
+        "message": cause.text,
+        "mend": cause.mend,
+        "retryable": cause.retryable,
+        "line": number,
+        "text": line.strip()[:500],
+        "lines": [entry[:300] for entry in text[max(0, number - 3) : number + 2]],
+    }
+
+
+def progress(lines: Iterable[str]) -> dict[str, Any] | None:
+    """Return how far ninja has come: ``{done, total, item: "internode.cu"}`` of the last ``[n/m]`` line, or None."""
+    last: dict[str, Any] | None = None
+    for line in lines:
+        match = _PROGRESS.match(line)
+        if match:
+            last = {"done": int(match.group(1)), "total": int(match.group(2)), "item": compile_item(match.group(3))}
+    return last
+
+
+def compile_item(command: str) -> str | None:
+    """Return the base name of what a compiler's command line works on (``internode.cu``, ``device link``)."""
+    words = command.split()
+    if "-dlink" in words:
+        return "device link"
+    for index, word in enumerate(words[:-1]):
+        if word == "-c" and re.search(r"\.(?:cu|cpp|cc|cxx|c)$", words[index + 1].strip("'\"")):
+            return os.path.basename(words[index + 1].strip("'\""))
+    for word in words:
+        if re.search(r"\.(?:cu|cpp|cc|cxx)$", word.strip("'\"")):
+            return os.path.basename(word.strip("'\""))
+    return "link" if "-shared" in words else None
