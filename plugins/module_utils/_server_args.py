@@ -783,9 +783,10 @@ def _only(parts: Iterable[ast.AST]) -> tuple[str, Optional[list[Any]], Optional[
 def read_actions(site_packages: str) -> dict[str, Any]:
     """Every launch argument of the SGLang below ``site_packages``, as argparse would hold it.
 
-    Returns ``{layout, actions: [{option_strings, dest, nargs, const, default, type, choices, required, action, class,
-    new_flag, error_message, const_value, help, unresolved}], fields: [name], unresolved: [text]}``; raises Unresolved for a layout
-    that is not known. ``type`` is the name of the conversion function.
+    Returns ``{layout, fields: [name], unresolved: [text], actions: [{option_strings, dest, nargs, const, default,
+    type, choices, required, action, class, new_flag, error_message, const_value, help, unresolved}]}``; ``fields``
+    are those of ServerArgs, ``type`` is the name of the conversion function. Raises Unresolved for a layout that is
+    not known.
     """
     reader = _Reader(site_packages)
     reader.read()
@@ -885,8 +886,9 @@ def describe(actions: Iterable[Mapping[str, Any]], fields: Iterable[str] = ()) -
 
     The key is the field of ServerArgs that the flag sets (``tp_size`` in every version, though argparse calls it
     ``tensor_parallel_size`` in some); a further flag that sets the same field has its own name as key. ``dest`` is
-    there where argparse's name differs from the key. ``default`` is there where it is a literal other than None, ``parser`` where SGLang
-    converts the value with a function of its own, ``const`` where a flag without value stores something but True.
+    there where argparse's name differs from the key, ``default`` where it is a literal other than None, ``parser``
+    where SGLang converts the value with a function of its own, ``const`` where a flag without value stores something
+    but True, ``uncertain`` where choices could not all be read.
     """
     out: dict[str, dict[str, Any]] = {}
     known = set(fields)
