@@ -27,12 +27,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "sglang_cpu"))
-import layers  # noqa: E402
+import layers
 
 CG2 = HERE / "cg2"
 IMAGE = "localhost/gpufleet-host"
@@ -399,28 +399,42 @@ class Podman:
 
     name = "podman"
 
+    @staticmethod
+    def networks(prefix: str) -> list[str]:
+        """The networks of a prefix: one, or more after a crash."""
+        return run("podman", "network", "ls", "-q", "--filter", f"label=gpufleet={prefix}", check=False).split()
+
     def network(self, prefix: str, subnet: str) -> None:
         """Make the prefix's own bridge."""
-        net = f"gpufleet-{prefix}"
-        if ok("podman", "network", "exists", net):
-            if subnet in run("podman", "network", "inspect", net):
-                return
-            run("podman", "network", "rm", "-f", net)
-        options = ("--disable-dns", "--opt", f"mtu={uplink_mtu()}", "--subnet", subnet)
-        run("podman", "network", "create", *options, net)
+        existing = self.networks(prefix)
+        if len(existing) == 1 and subnet in run("podman", "network", "inspect", existing[0]):
+            return
+        self.network_down(prefix, subnet)
+        # a new name each time: podman keeps the addresses of killed hosts as taken, by network name
+        name = f"gpufleet-{prefix}-{time.time_ns() // 1000000 % 0xFFFFFF:06x}"
+        options = ("--disable-dns", "--opt", f"mtu={uplink_mtu()}", "--subnet", subnet, "--label", f"gpufleet={prefix}")
+        run("podman", "network", "create", *options, name)
 
     def network_down(self, prefix: str, subnet: str) -> None:
-        """Remove the bridge."""
-        run("podman", "network", "rm", "-f", f"gpufleet-{prefix}", check=False)
+        """Remove the bridge, also where its containers were killed."""
+        for name in self.networks(prefix):
+            found = re.search(r'"network_interface": "(\S+)"', run("podman", "network", "inspect", name, check=False))
+            run("podman", "network", "rm", "-f", name, check=False)
+            if found and ok("ip", "link", "show", found[1]):
+                run("ip", "link", "del", found[1], check=False)
 
     def alive(self, host: Host) -> bool:
         """Whether the host runs."""
-        return run("podman", "inspect", "-f", "{{.State.Running}}", host.unit, check=False) == "true"
+        # podman believes in a container whose monitor was killed; its process decides
+        pid = run("podman", "inspect", "-f", "{{.State.Pid}}", host.unit, check=False)
+        with contextlib.suppress(OSError):
+            return pid.isdigit() and b"systemd" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
 
     def start(self, host: Host, binds: Sequence[Bind], peers: Sequence[Host]) -> None:
         """Start one host; returns before its systemd is ready."""
         argv = ["podman", "run", "-d", "--name", host.unit, "--hostname", host.name, "--privileged", "--systemd=always"]
-        argv += ["--network", f"gpufleet-{host.prefix}", "--ip", host.address, "--label", f"gpufleet={host.prefix}"]
+        argv += ["--network", self.networks(host.prefix)[0], "--ip", host.address, "--label", f"gpufleet={host.prefix}"]
         argv += [f"--add-host={p.name}:{p.address}" for p in peers]
         argv += [f"--volume={b.source}:{b.target}:{'rw' if b.writable else 'ro'}" for b in binds]
         run(*argv, f"{IMAGE}:{host.spec.release}")
@@ -436,7 +450,8 @@ class Podman:
 
     def stop(self, host: Host) -> None:
         """Stop and remove the host."""
-        run("podman", "rm", "-f", "-t", "3", host.unit, check=False)
+        if ok("podman", "container", "exists", host.unit):
+            run("podman", "rm", "-f", "-t", "3" if self.alive(host) else "0", host.unit, check=False)
 
 
 class Nspawn:
@@ -632,7 +647,9 @@ def setup(release: str = "bookworm") -> None:
                 taken = subprocess.run(argv, stdin=made.stdout, capture_output=True, text=True, check=False)
             if made.returncode or taken.returncode:
                 run("podman", "rmi", "-f", f"{BASE}:{release}", check=False)
-                raise UserError(f"no base image: mmdebstrap rc {made.returncode}; podman: {taken.stderr.strip()[-400:]}")
+                raise UserError(
+                    f"no base image: mmdebstrap rc {made.returncode}; podman: {taken.stderr.strip()[-400:]}"
+                )
         say("building the host image (about 20 s)")
         argv = ["podman", "build", "--quiet", "--pull=never", "--isolation=chroot", "--network=host"]
         argv += ["--label", f"gpufleet.recipe={recipe(release)}", "--build-arg", f"BASE={BASE}:{release}"]
@@ -645,7 +662,7 @@ def ready(host: Host) -> bool:
     state = run(*backend.argv(host, ["systemctl", "is-system-running"]), check=False)
     if state not in ("running", "degraded"):
         return False
-    return ok(*backend.argv(host, ["bash", "-c", "exec 3<>/dev/tcp/127.0.0.1/22 && read -t2 -r b <&3 && [ -n \"$b\" ]"]))
+    return ok(*backend.argv(host, ["bash", "-c", 'exec 3<>/dev/tcp/127.0.0.1/22 && read -t2 -r b <&3 && [ -n "$b" ]']))
 
 
 def wait(hosts: Sequence[Host], timeout: float = 90) -> None:
@@ -704,11 +721,13 @@ def up(prefix: str, subnet_text: str | None, backend_name: str, specs: Sequence[
         made: list[Host] = []
         try:
             for host in old.values():
-                same = next((h for h in hosts if (h.name, h.address, h.spec) == (host.name, host.address, host.spec)), None)
-                if same and host.backend == backend_name and BACKENDS[host.backend].alive(host):
+                wanted = any(replace(h, pid=host.pid) == host for h in hosts)
+                if wanted and BACKENDS[host.backend].alive(host):
                     current[host.name] = host
                 else:
                     remove(host)
+            if old and not current:
+                BACKENDS["podman"].network_down(prefix, str(subnet))
             backend.network(prefix, str(subnet))
             for host in hosts:
                 if host.name in current:
@@ -785,13 +804,24 @@ def listing() -> None:
             print(f"{prefix}/{host.name} {host.address} {host.user} {host.backend} {alive} {host.spec.env}".rstrip())
 
 
-def enter_cg2() -> None:
+def enter_cg2(may_end: bool) -> None:
     """Start again under cg2: all mounts and containers live in its namespace."""
     if os.geteuid() != 0:
         raise UserError("root is needed to make hosts (mount, network and cgroup work)")
-    if os.environ.get("GPUFLEET_IN_CG2") != "1":
-        env = dict(os.environ, GPUFLEET_IN_CG2="1", CONTAINERS_CONF=str(HERE / "containers.conf"))
-        os.execve(CG2, [str(CG2), sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]], env)
+    if os.environ.get("GPUFLEET_IN_CG2") == "1":
+        return
+    env = dict(os.environ, GPUFLEET_IN_CG2="1", CONTAINERS_CONF=str(HERE / "containers.conf"))
+    argv = [str(CG2), sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
+    if not may_end:
+        os.execve(CG2, argv, env)
+    # the namespace can only be given up from outside
+    with subprocess.Popen(argv, env=env) as child:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda got, _: child.send_signal(got))
+        rc = child.wait()
+    if not prefixes():
+        ok(CG2, "--end")
+    sys.exit(rc)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -834,7 +864,7 @@ def main() -> int:
         file = "inventory.yml" if args.command == "inventory" else "ssh_config"
         print((state_dir(args.prefix) / file).read_text(), end="")
         return 0
-    enter_cg2()
+    enter_cg2(may_end=args.command in ("up", "down", "clean"))
     if args.command == "setup":
         setup(args.release)
     elif args.command == "up":
@@ -853,18 +883,25 @@ def main() -> int:
     elif args.command == "down":
         for prefix in prefixes() if args.all else [args.prefix]:
             down(prefix)
-        if not prefixes():
-            ok(CG2, "--end")
     elif args.command == "list":
         listing()
     elif args.command == "clean":
         clean(args.caches)
-        ok(CG2, "--end")
     return 0
 
 
+def interrupted(number: int, _frame: object) -> None:
+    """Raise once; a second Ctrl-C must not stop the cleaning up."""
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    for handled in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(handled, interrupted)
     try:
         sys.exit(main())
     except UserError as error:

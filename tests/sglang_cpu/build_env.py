@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
 """Build, once and into the cache, the real environments that the tests mount into their hosts (needs root).
 
-usage: build_env.py [NAME...]      NAME: sglang (0.5.23), sglang-0.5.9, …, torch, gpu-b, gpu-c; default: sglang
+usage: build_env.py [NAME...]   NAME: sglang (0.5.23), sglang-0.5.9, …, torch, gpu-b, gpu-c, models; default: sglang
 
 A layer is built at the path that it will have inside the hosts, by pip, in a mount namespace of its own where the
 layers below are mounted read-only there: nothing of it is seen outside, and killing the build leaves no mount.
@@ -52,15 +52,18 @@ def need_root_and_python() -> None:
     """Stop with one clear line where nothing can be built; install the venv module where apt can."""
     if os.geteuid() != 0:
         sys.exit("build_env.py needs root (it mounts overlay file systems)")
-    if not Path(PYTHON).exists() or subprocess.run(
-        [PYTHON, "-c", "import ensurepip, venv"], capture_output=True, check=False
-    ).returncode:
+    if (
+        not Path(PYTHON).exists()
+        or subprocess.run([PYTHON, "-c", "import ensurepip, venv"], capture_output=True, check=False).returncode
+    ):
         if not shutil.which("apt-get"):
             sys.exit(f"build_env.py needs {PYTHON} with its venv module")
         say("installing python3.11-venv from the machine's apt sources")
         env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
         subprocess.run(["apt-get", "update", "-qq"], check=True, env=env)
-        subprocess.run(["apt-get", "install", "-yqq", "--no-install-recommends", "python3.11-venv"], check=True, env=env)
+        subprocess.run(
+            ["apt-get", "install", "-yqq", "--no-install-recommends", "python3.11-venv"], check=True, env=env
+        )
 
 
 @contextlib.contextmanager
@@ -145,8 +148,8 @@ def build(layer: Layer) -> None:
 
 
 def ensure(names: list[str]) -> None:
-    """Build what is missing of the named environments, and the tiny models beside them."""
-    wanted = [find(name) for name in names]
+    """Build what is missing of the named environments, and the tiny models beside them (``models``: only these)."""
+    wanted = [find(name) for name in names if name != "models"]
     missing = [env for env in wanted if not env.built()]
     if missing:
         need_root_and_python()
@@ -159,10 +162,22 @@ def ensure(names: list[str]) -> None:
         make_tiny_model.ensure(cache_dir() / "models" / name, kind)
 
 
+def prune() -> None:
+    """Remove the layers that no recipe names any more."""
+    current = {layer.path().name for env in environments().values() for layer in env.stack()}
+    with locked(cache_dir() / "env" / ".lock"):
+        for path in sorted((cache_dir() / "env").iterdir()):
+            if path.is_dir() and path.name not in current:
+                say(f"removing {path.name}")
+                shutil.rmtree(path)
+                path.with_name(f"{path.name}.log").unlink(missing_ok=True)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("names", nargs="*", metavar="NAME", help="environments to build (default: sglang)")
+    parser.add_argument("--prune", action="store_true", help="remove layers of older recipes (no host may use them)")
     parser.add_argument("--list", action="store_true", help="show the environments and whether they are built")
     parser.add_argument(
         "--sglang", choices=SGLANG_VERSIONS, action="append", default=[], help="another way to name a SGLang version"
@@ -171,6 +186,9 @@ def main() -> None:
     if args.list:
         for name, env in environments().items():
             print(f"{name:16} {'built' if env.built() else 'missing':8} {env.path()}")
+        return
+    if args.prune:
+        prune()
         return
     names = args.names + [f"sglang-{v}" for v in args.sglang]
     ensure(names or ["sglang"])

@@ -74,10 +74,7 @@ def environments() -> dict[str, Layer]:
     """All environments by name."""
     torch = Layer("torch", None, (("torch==2.13.0", "numpy"),))
     deps = Layer("sglang-deps", torch, (), requirements="requirements.txt", shims=True)
-    envs = {
-        f"sglang-{v}": Layer(f"sglang-{v}", deps, (("--no-deps", f"sglang=={v}"),))
-        for v in SGLANG_VERSIONS
-    }
+    envs = {f"sglang-{v}": Layer(f"sglang-{v}", deps, (("--no-deps", f"sglang=={v}"),)) for v in SGLANG_VERSIONS}
     envs["torch"] = torch
     envs["gpu-b"] = Layer("gpu-b", torch, (("mooncake==0.0.1",), ("--no-deps", "nixl-cu13==1.5.1")))
     envs["gpu-c"] = Layer("gpu-c", torch, (("mooncake-transfer-engine-non-cuda==0.3.13.post1",),))

@@ -110,7 +110,9 @@ def files(kind: str) -> dict[str, str]:
 def ensure(out: Path, kind: str) -> None:
     """Write the model where it is missing or differs; several callers at once do no harm."""
     wanted = files(kind)
-    if all((out / name).is_file() and (out / name).read_text(encoding="utf-8") == text for name, text in wanted.items()):
+    if all(
+        (out / name).is_file() and (out / name).read_text(encoding="utf-8") == text for name, text in wanted.items()
+    ):
         return
     part = out.with_name(f"{out.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
