@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Mapping, Optional
+from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run, run
 
@@ -40,7 +41,7 @@ class Context:
     @property
     def unit(self) -> str:
         """The systemd unit of the instance."""
-        return "sglang-%s.service" % self.instance
+        return f"sglang-{self.instance}.service"
 
     def path(self, absolute: str) -> str:
         """Where ``absolute`` (a path of the host) lies under :attr:`root`."""

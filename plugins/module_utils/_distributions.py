@@ -1,7 +1,7 @@
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Private to this collection: what is installed in a venv, from the files that installers leave; nothing is imported."""
+"""Private to this collection: what is installed in a venv, from the files that installers leave."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import hashlib
 import json
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping, Optional, Sequence
+from typing import Any, Optional
 
 _NAME = re.compile(r"[-_.]+")
 _READ_LIMIT = 8 << 20
@@ -501,7 +502,7 @@ def _cuda_of(dist: Distribution) -> tuple[Optional[str], Optional[str]]:
     local = dist.version.partition("+")[2]
     matched = re.match(r"^cu(\d\d)(\d)$", local)
     if matched:
-        return "%s.%s" % matched.groups(), None
+        return "{}.{}".format(*matched.groups()), None
     if local.startswith("rocm"):
         return None, local[4:]
     if local:
@@ -515,7 +516,7 @@ def _cuda_of(dist: Distribution) -> tuple[Optional[str], Optional[str]]:
         exact = re.search(r"==\s*(\d+)\.(\d+)", needed[1])
         if named or pinned:
             if exact:
-                return "%s.%s" % exact.groups(), None
+                return "{}.{}".format(*exact.groups()), None
             if named:
                 return named.group(1) + ".0", None
     return None, None

@@ -10,7 +10,8 @@ import os
 import pwd
 import re
 import stat
-from typing import Any, Optional, Sequence
+from collections.abc import Sequence
+from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _elf
 
@@ -85,24 +86,24 @@ def read_venv(path: str) -> dict[str, Any]:
         if python is not None:
             os.lstat(python)
     except PermissionError:
-        return _problem(path, "unreadable", "venv_unreadable", "%s cannot be looked into by this user." % path)
+        return _problem(path, "unreadable", "venv_unreadable", f"{path} cannot be looked into by this user.")
     except OSError:
-        return _problem(path, "venv_absent", "venv_absent", "There is nothing at %s." % path)
+        return _problem(path, "venv_absent", "venv_absent", f"There is nothing at {path}.")
     owner = {"owner": _account(info.st_uid), "owner_uid": info.st_uid}
     if not stat.S_ISDIR(info.st_mode):
-        return _problem(path, "not_a_venv", "not_a_venv", "%s is a file, not a venv." % path, **owner)
+        return _problem(path, "not_a_venv", "not_a_venv", f"{path} is a file, not a venv.", **owner)
     try:
         os.listdir(prefix)
     except OSError:
-        return _problem(path, "unreadable", "venv_unreadable", "%s cannot be listed by this user." % prefix, **owner)
+        return _problem(path, "unreadable", "venv_unreadable", f"{prefix} cannot be listed by this user.", **owner)
     python = python or _find_python(prefix)
     if python is None:
-        return _problem(path, "not_a_venv", "not_a_venv", "%s has no bin/python." % prefix, **owner)
+        return _problem(path, "not_a_venv", "not_a_venv", f"{prefix} has no bin/python.", **owner)
     real = os.path.realpath(python)
     if not os.path.isfile(real):
         return _problem(
             path, "not_a_venv", "venv_python_dangling",
-            "%s points at %s, which does not exist: the interpreter the venv was made with is gone." % (python, real),
+            f"{python} points at {real}, which does not exist: the interpreter the venv was made with is gone.",
             python=python, **owner,
         )  # fmt: skip
     return _describe(path, prefix, python, real, owner)
@@ -132,7 +133,7 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
     except OSError:
         libs = []
     if not libs:
-        return _problem(path, "not_a_venv", "not_a_venv", "%s has no lib/pythonX.Y." % prefix, python=python, **owner)
+        return _problem(path, "not_a_venv", "not_a_venv", f"{prefix} has no lib/pythonX.Y.", python=python, **owner)
     version = running or max(libs)[:2]
     chosen = [lib for lib in libs if lib[:2] == version]
     if not chosen:
