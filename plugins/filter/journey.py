@@ -24,6 +24,7 @@ class FilterModule:
                 "plan_names",
                 "probe_calls",
                 "ready_settings",
+                "secrets_by_instance",
                 "unmended",
             )
         }

@@ -172,3 +172,13 @@ def failure(result: Mapping[str, Any], task: str) -> dict[str, Any]:
             result = item
             break
     return {"task": str(task), "message": str(result.get("msg") or "failed"), "cause": result.get("cause") or {}}
+
+
+def secrets_by_instance(instances: Iterable[str], variables: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return ``{instance: {name: value}}``: ``sglang_secrets``, then those of the instance's own entry."""
+    shared = {str(name): str(value) for name, value in (variables.get("sglang_secrets") or {}).items()}
+    entries = variables.get("sglang_instances") or {}
+    return {
+        instance: {**shared, **{str(k): str(v) for k, v in ((entries.get(instance) or {}).get("secrets") or {}).items()}}
+        for instance in instances
+    }
