@@ -43,7 +43,7 @@ CODES: dict[str, Code] = {
         "The path does not exist.",
         "Give the right path, or let the environment role make the venv.",
         "none",
-        "field case C78",
+        "ansible/ansible#62826",
     ),
     "not_a_venv": Code(
         "unknown",
@@ -52,7 +52,7 @@ CODES: dict[str, Code] = {
         "bin/python or lib/pythonX.Y is missing.",
         "Give the folder that holds bin/python.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "venv_python_dangling": Code(
         "broken",
@@ -79,7 +79,7 @@ CODES: dict[str, Code] = {
         "EACCES.",
         "Run the probe with become.",
         "none",
-        "DESIGN decision 12",
+        "design",
     ),
     "venv_unreadable_by_user": Code(
         "broken",
@@ -88,7 +88,7 @@ CODES: dict[str, Code] = {
         "Mode bits of the folders on the way; the child cannot be started as that user.",
         "Open the named folder to the user, or move the interpreter out of a private home.",
         "none",
-        "FACTS 1.9",
+        "seen by running it",
     ),
     "not_installed": Code(
         "absent",
@@ -97,7 +97,7 @@ CODES: dict[str, Code] = {
         "No distribution and nothing importable; ModuleNotFoundError whose name is the module asked for.",
         "Install it.",
         "install",
-        "FACTS 3",
+        "seen by running it",
     ),
     "namespace_leftover": Code(
         "absent",
@@ -106,7 +106,7 @@ CODES: dict[str, Code] = {
         "spec.origin is None and no distribution owns the folder.",
         "Install the right distribution.",
         "install",
-        "FACTS 1.3",
+        "seen by running it",
     ),
     "backend_without_meta": Code(
         "absent",
@@ -115,7 +115,7 @@ CODES: dict[str, Code] = {
         "nixl_cuNN without nixl.",
         "Install both at one version, without dependencies.",
         "install",
-        "FACTS 3",
+        "seen by running it",
     ),
     "meta_without_backend": Code(
         "broken",
@@ -133,7 +133,7 @@ CODES: dict[str, Code] = {
         "Its name is on the list of wrong names, or it does not provide the module.",
         "Install the right distribution; the other is left unless it owns the module.",
         "install",
-        "FACTS 2, C45",
+        "seen by running it",
     ),
     "cuda_major_mismatch": Code(
         "variant_mismatch",
@@ -142,7 +142,7 @@ CODES: dict[str, Code] = {
         "NEEDED libcudart.so.N against torch/version.py; `libcudart.so.N: cannot open`.",
         "Swap the variant: uninstall every owner, then install the right one with --force-reinstall --no-deps.",
         "replace",
-        "FACTS 2, C35, C37",
+        "vllm-project/vllm#42511, vllm-project/vllm#39923",
     ),
     "variant_without_cuda": Code(
         "variant_mismatch",
@@ -151,7 +151,7 @@ CODES: dict[str, Code] = {
         "The distribution's name; no NEEDED libcudart.",
         "Swap the variant.",
         "replace",
-        "FACTS 2",
+        "seen by running it",
     ),
     "variant_needs_cuda": Code(
         "variant_mismatch",
@@ -160,7 +160,7 @@ CODES: dict[str, Code] = {
         "NEEDED libcudart.so.N or libcuda.so.1, torch.version.cuda is None.",
         "Swap to the variant without CUDA.",
         "replace",
-        "DESIGN, public surface",
+        "design",
     ),
     "wrong_vendor_variant": Code(
         "variant_mismatch",
@@ -169,7 +169,7 @@ CODES: dict[str, Code] = {
         "The distribution's name (musa, rocm, npu) against torch's build.",
         "Swap the variant.",
         "replace",
-        "FACTS 2",
+        "seen by running it",
     ),
     "file_owned_by_two_distributions": Code(
         "suspect",
@@ -178,7 +178,7 @@ CODES: dict[str, Code] = {
         "Paths in two RECORDs.",
         "Uninstall all owners, then --force-reinstall --no-deps the right one: uninstalling one guts the other.",
         "replace",
-        "FACTS 2, C38",
+        "ai-dynamo/nixl#1705",
     ),
     "files_missing": Code(
         "broken",
@@ -187,7 +187,7 @@ CODES: dict[str, Code] = {
         "RECORD names files that do not exist.",
         "Reinstall with --force-reinstall --no-deps; plain pip says already satisfied.",
         "replace",
-        "FACTS 3",
+        "seen by running it",
     ),
     "files_changed": Code(
         "suspect",
@@ -196,7 +196,7 @@ CODES: dict[str, Code] = {
         "Size or sha256 in RECORD.",
         "Reinstall with --force-reinstall --no-deps, unless the change was meant.",
         "replace",
-        "FACTS 3",
+        "seen by running it",
     ),
     "install_interrupted": Code(
         "suspect",
@@ -214,7 +214,7 @@ CODES: dict[str, Code] = {
         "None of the extension's file names exists; ModuleNotFoundError for it.",
         "Rebuild or reinstall.",
         "rebuild",
-        "C47",
+        "DeepEP sources",
     ),
     "wrong_python": Code(
         "broken",
@@ -223,7 +223,7 @@ CODES: dict[str, Code] = {
         "WHEEL tag, or extension files with another cpython tag only; `Python version mismatch`, a missing ._C, a circular import.",
         "Reinstall for this Python with --force-reinstall --no-deps.",
         "replace",
-        "FACTS 2",
+        "seen by running it",
     ),
     "wrong_machine": Code(
         "broken",
@@ -232,7 +232,7 @@ CODES: dict[str, Code] = {
         "ELF machine or class; the loader's text is the same as for a missing library.",
         "Install the wheel for this machine.",
         "replace",
-        "FACTS 3",
+        "seen by running it",
     ),
     "corrupt_file": Code(
         "broken",
@@ -250,7 +250,7 @@ CODES: dict[str, Code] = {
         "NEEDED minus RPATH, loader cache, torch and nvidia/*/lib; `cannot open shared object file`.",
         "Install the operating system's package; never the wheel again.",
         "system_package",
-        "FACTS 3, C44",
+        "LMCache/LMCache#441",
     ),
     "missing_cuda_runtime": Code(
         "broken",
@@ -259,7 +259,7 @@ CODES: dict[str, Code] = {
         "NEEDED libcudart.so.N not found, no torch.",
         "Install the torch that the service needs first.",
         "none",
-        "FACTS 2",
+        "seen by running it",
     ),
     "missing_wheel_lib": Code(
         "broken",
@@ -268,7 +268,7 @@ CODES: dict[str, Code] = {
         "NEEDED not found in torch/lib and nvidia/*/lib.",
         "Install the wheel that provides it at the version that torch pins.",
         "install",
-        "FACTS 2",
+        "seen by running it",
     ),
     "private_lib_not_on_loader_path": Code(
         "broken",
@@ -277,7 +277,7 @@ CODES: dict[str, Code] = {
         "NEEDED not found by the loader, and a file of that name lies in the package.",
         "Put its folder on LD_LIBRARY_PATH, or take a newer wheel; no operating system package has it.",
         "env_var",
-        "C40",
+        "kvcache-ai/Mooncake#187",
     ),
     "torch_absent": Code(
         "broken",
@@ -286,7 +286,7 @@ CODES: dict[str, Code] = {
         "No torch/version.py; ModuleNotFoundError: torch.",
         "Install what SGLang requires.",
         "none",
-        "FACTS 1.5",
+        "seen by running it",
     ),
     "torch_broken": Code(
         "broken",
@@ -295,7 +295,7 @@ CODES: dict[str, Code] = {
         "The child's import of torch fails.",
         "Mend torch first; the backend was not judged.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "torch_is_cpu_build": Code(
         "broken",
@@ -313,7 +313,7 @@ CODES: dict[str, Code] = {
         "Undefined symbol of c10, at or torch that the venv's torch does not export; `undefined symbol`.",
         "Rebuild against the venv's torch, or install the build for it; the same wheel again does not help.",
         "rebuild",
-        "FACTS 3, C18",
+        "deepseek-ai/DeepEP#309",
     ),
     "torch_pin_mismatch": Code(
         "suspect",
@@ -322,7 +322,7 @@ CODES: dict[str, Code] = {
         "Requires-Dist torch== against torch/version.py.",
         "Install the build for this torch.",
         "replace",
-        "FACTS 2",
+        "seen by running it",
     ),
     "mooncake_pg_not_built_for_torch": Code(
         "broken",
@@ -331,7 +331,7 @@ CODES: dict[str, Code] = {
         "pg_<torch>.so of other versions only; `Mooncake PG was not built against torch`.",
         "Install a mooncake that has it, or build one.",
         "rebuild",
-        "C41",
+        "ai-dynamo/dynamo#14461",
     ),
     "mooncake_ep_not_built_for_torch": Code(
         "broken",
@@ -340,7 +340,7 @@ CODES: dict[str, Code] = {
         "Neither _ep nor ep_<torch>.so; `Mooncake EP was not built`.",
         "Install a mooncake that has it, or build one.",
         "rebuild",
-        "C41",
+        "ai-dynamo/dynamo#14461",
     ),
     "nixl_ep_not_built_for_torch": Code(
         "broken",
@@ -349,7 +349,7 @@ CODES: dict[str, Code] = {
         "nixl_ep_cpp_torchNNN.so of other versions only.",
         "Install a nixl that has it.",
         "replace",
-        "FACTS 2 and 7",
+        "seen by running it",
     ),
     "device_link_missing": Code(
         "broken",
@@ -358,7 +358,7 @@ CODES: dict[str, Code] = {
         "Undefined __cudaRegisterLinkedBinary_*.",
         "Clean rebuild with NVSHMEM.",
         "rebuild",
-        "FACTS 3",
+        "seen by running it",
     ),
     "incomplete_build": Code(
         "broken",
@@ -367,7 +367,7 @@ CODES: dict[str, Code] = {
         "Undefined symbol of its own namespace.",
         "Clean rebuild; where the GPU is not supported, another backend.",
         "rebuild",
-        "C21",
+        "deepseek-ai/DeepEP#481",
     ),
     "nvshmem_mismatch": Code(
         "broken",
@@ -376,7 +376,7 @@ CODES: dict[str, Code] = {
         "Undefined nvshmem symbol; `NVSHMEM device library version does not match`.",
         "Install the NVSHMEM that it was built with, or rebuild.",
         "rebuild",
-        "FACTS 3",
+        "seen by running it",
     ),
     "nccl_mismatch": Code(
         "broken",
@@ -385,7 +385,7 @@ CODES: dict[str, Code] = {
         "Undefined nccl symbol.",
         "Install the NCCL that torch pins, or rebuild.",
         "rebuild",
-        "FACTS 3",
+        "seen by running it",
     ),
     "libstdcxx_mismatch": Code(
         "broken",
@@ -394,7 +394,7 @@ CODES: dict[str, Code] = {
         "GLIBCXX or CXXABI version not offered; undefined __exception_ptr symbol.",
         "A newer libstdc++ in the environment; not torch.",
         "system_package",
-        "FACTS 3",
+        "seen by running it",
     ),
     "glibc_too_old": Code(
         "unsupported",
@@ -412,7 +412,7 @@ CODES: dict[str, Code] = {
         "IBVERBS or MLX5 version not offered, undefined ibv_ or mlx5dv_ symbol.",
         "Newer rdma-core.",
         "system_package",
-        "FACTS 4",
+        "seen by running it",
     ),
     "cuda_runtime_mismatch": Code(
         "broken",
@@ -421,7 +421,7 @@ CODES: dict[str, Code] = {
         "Undefined cuda* or cu* symbol of the runtime.",
         "Swap the variant, or rebuild.",
         "rebuild",
-        "FACTS 3",
+        "seen by running it",
     ),
     "driver_too_old": Code(
         "needs_gpu",
@@ -430,7 +430,7 @@ CODES: dict[str, Code] = {
         "Undefined cu* symbol of libcuda; `driver version is insufficient`.",
         "Newer driver; never a reinstall.",
         "driver",
-        "FACTS 3",
+        "seen by running it",
     ),
     "python_abi_mismatch": Code(
         "broken",
@@ -439,7 +439,7 @@ CODES: dict[str, Code] = {
         "Undefined Py* symbol.",
         "Reinstall for this Python.",
         "replace",
-        "FACTS 3",
+        "seen by running it",
     ),
     "undefined_symbol": Code(
         "broken",
@@ -448,7 +448,7 @@ CODES: dict[str, Code] = {
         "`undefined symbol`.",
         "Find the library that owns the symbol; it and the wheel do not match.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "static_tls": Code(
         "broken",
@@ -466,7 +466,7 @@ CODES: dict[str, Code] = {
         "ModuleNotFoundError whose name is not the module asked for.",
         "Install the named module.",
         "install",
-        "FACTS 1.5",
+        "seen by running it",
     ),
     "dependency_broken": Code(
         "broken",
@@ -475,7 +475,7 @@ CODES: dict[str, Code] = {
         "The exception comes from another package's files.",
         "Mend that package first.",
         "none",
-        "FACTS 1.5",
+        "seen by running it",
     ),
     "arch_mismatch": Code(
         "broken",
@@ -484,7 +484,7 @@ CODES: dict[str, Code] = {
         "Cubins and PTX in the file against the compute capability; `named symbol not found`.",
         "Rebuild for the GPUs' architecture.",
         "rebuild",
-        "C26",
+        "deepseek-ai/DeepEP#224",
     ),
     "deepep_unsupported_arch": Code(
         "unsupported",
@@ -493,7 +493,7 @@ CODES: dict[str, Code] = {
         "Compute capability below 9.0.",
         "Another backend.",
         "none",
-        "C21, FACTS 4",
+        "deepseek-ai/DeepEP#481",
     ),
     "no_driver": Code(
         "needs_gpu",
@@ -502,7 +502,7 @@ CODES: dict[str, Code] = {
         "NEEDED libcuda.so.1 not found.",
         "Install the driver, or probe on a GPU host; never pip.",
         "driver",
-        "FACTS 3",
+        "seen by running it",
     ),
     "no_gpu_visible": Code(
         "needs_gpu",
@@ -511,7 +511,7 @@ CODES: dict[str, Code] = {
         "Prerequisite error at import, no device nodes.",
         "Driver or device access; never a reinstall.",
         "driver",
-        "FACTS 1.4",
+        "seen by running it",
     ),
     "shadowed": Code(
         "suspect",
@@ -520,7 +520,7 @@ CODES: dict[str, Code] = {
         "spec.origin lies outside the venv (PYTHONPATH, the working folder, a .pth file).",
         "Take the named folder off the path.",
         "env_var",
-        "FACTS 1.8",
+        "seen by running it",
     ),
     "editable_install": Code(
         "ok",
@@ -529,7 +529,7 @@ CODES: dict[str, Code] = {
         "direct_url.json, .egg-link, an editable finder.",
         "Nothing to mend; a fleet should have a wheel.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "egg_install": Code(
         "ok",
@@ -538,7 +538,7 @@ CODES: dict[str, Code] = {
         "A .egg folder through easy-install.pth.",
         "Nothing to mend; to replace it, remove the egg by hand.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "duplicate_nccl_runtime": Code(
         "broken",
@@ -547,7 +547,7 @@ CODES: dict[str, Code] = {
         "AssertionError `Duplicate NCCL runtime`.",
         "Leave one NCCL on the path; EP_SUPPRESS_NCCL_CHECK only hides it.",
         "env_var",
-        "C25",
+        "sgl-project/sglang#40671",
     ),
     "invalid_nccl_version": Code(
         "broken",
@@ -556,7 +556,7 @@ CODES: dict[str, Code] = {
         "AssertionError `Invalid NCCL versions`.",
         "One NCCL: the one that torch pins.",
         "env_var",
-        "FACTS 3",
+        "seen by running it",
     ),
     "nccl_root_not_discoverable": Code(
         "broken",
@@ -565,7 +565,7 @@ CODES: dict[str, Code] = {
         "AssertionError `Cannot find package: nccl`.",
         "Set EP_NCCL_ROOT_DIR in the service's environment.",
         "env_var",
-        "C24",
+        "coreweave/ml-containers#232",
     ),
     "cuda_home_not_found": Code(
         "broken",
@@ -574,7 +574,7 @@ CODES: dict[str, Code] = {
         "AssertionError in find_cuda_home.",
         "Set CUDA_HOME in the service's environment to a toolkit with nvcc.",
         "env_var",
-        "C25",
+        "sgl-project/sglang#40671",
     ),
     "deleted_mapping": Code(
         "broken",
@@ -583,7 +583,7 @@ CODES: dict[str, Code] = {
         "FileNotFoundError for a path that ends in (deleted).",
         "Restart what holds the old library; do not replace libraries under a running process.",
         "none",
-        "C25",
+        "sgl-project/sglang#40671",
     ),
     "assertion_at_import": Code(
         "broken",
@@ -592,7 +592,7 @@ CODES: dict[str, Code] = {
         "AssertionError.",
         "The message says which check.",
         "none",
-        "FACTS 1.6",
+        "sgl-project/sglang#40671",
     ),
     "exception_at_import": Code(
         "broken",
@@ -601,7 +601,7 @@ CODES: dict[str, Code] = {
         "Any other exception.",
         "The message says why.",
         "none",
-        "FACTS 1.6",
+        "sgl-project/sglang#40671",
     ),
     "import_crashed": Code(
         "broken",
@@ -610,7 +610,7 @@ CODES: dict[str, Code] = {
         "The child died by a signal.",
         "Reinstall or rebuild; the last lines of its output are in the evidence.",
         "rebuild",
-        "FACTS 1.6",
+        "sgl-project/sglang#40671",
     ),
     "import_exited": Code(
         "broken",
@@ -619,7 +619,7 @@ CODES: dict[str, Code] = {
         "The child exited before the import was over.",
         "The last lines of its output are in the evidence.",
         "none",
-        "FACTS 1.6",
+        "sgl-project/sglang#40671",
     ),
     "import_timeout": Code(
         "broken",
@@ -628,7 +628,7 @@ CODES: dict[str, Code] = {
         "The child was ended.",
         "Raise import_timeout if it compiles at first use; else a lock or a dead file system.",
         "none",
-        "FACTS 1.6",
+        "sgl-project/sglang#40671",
     ),
     "permission_denied": Code(
         "broken",
@@ -637,7 +637,7 @@ CODES: dict[str, Code] = {
         "PermissionError, EACCES.",
         "Open the named path to the user; never a reinstall.",
         "none",
-        "FACTS 3",
+        "seen by running it",
     ),
     "rdma_device_permission": Code(
         "broken",
@@ -646,7 +646,7 @@ CODES: dict[str, Code] = {
         "`cannot allocate mlx5dv_devx_uar`.",
         "Device access and memlock in the unit; not root.",
         "none",
-        "C29",
+        "sgl-project/sglang#12533",
     ),
     "api_missing": Code(
         "unsupported",
@@ -655,7 +655,7 @@ CODES: dict[str, Code] = {
         "The attribute is missing after a good import.",
         "A version that this SGLang supports.",
         "replace",
-        "FACTS 1.2",
+        "seen by running it",
     ),
     "version_incompatible_with_sglang": Code(
         "unsupported",
@@ -664,7 +664,7 @@ CODES: dict[str, Code] = {
         "A row with ranges in the table of backends.",
         "The version in the remedy.",
         "replace",
-        "FACTS 7",
+        "seen by running it",
     ),
     "version_differs_from_pin": Code(
         "suspect",
@@ -673,7 +673,7 @@ CODES: dict[str, Code] = {
         "Requires-Dist of SGLang.",
         "Install the required version.",
         "replace",
-        "FACTS 1.1",
+        "seen by running it",
     ),
     "wrong_revision": Code(
         "suspect",
@@ -682,7 +682,7 @@ CODES: dict[str, Code] = {
         "The local part of the version is no prefix of the pin.",
         "Rebuild at the pinned revision.",
         "rebuild",
-        "C10",
+        "sgl-project/sglang#28893",
     ),
     "ucx_conflict": Code(
         "suspect",
@@ -691,7 +691,7 @@ CODES: dict[str, Code] = {
         "libucp in the wheel and in LD_LIBRARY_PATH; NIXL_ERR_BACKEND when an agent is made.",
         "Take the other UCX off LD_LIBRARY_PATH.",
         "env_var",
-        "C42",
+        "sgl-project/sglang#5709",
     ),
     "nixl_backend_unusable": Code(
         "broken",
@@ -700,7 +700,7 @@ CODES: dict[str, Code] = {
         "NIXL_ERR_BACKEND.",
         "UCX and its transports on this host; not the wheel.",
         "none",
-        "C42",
+        "sgl-project/sglang#5709",
     ),
     "builder_path_baked_in": Code(
         "suspect",
@@ -709,7 +709,7 @@ CODES: dict[str, Code] = {
         "persistent_envs of deep_ep.",
         "Set the variable in the service's environment.",
         "env_var",
-        "C48",
+        "DeepEP sources",
     ),
     "not_probed": Code(
         "unknown",
@@ -718,7 +718,7 @@ CODES: dict[str, Code] = {
         "The message says why.",
         "Run the probe with become.",
         "none",
-        "DESIGN decision 12",
+        "design",
     ),
 }
 

@@ -66,7 +66,7 @@ class Reader:
             raise ElfError("unknown ELF class or byte order")
         self.order = "<" if data[5] == 1 else ">"
         (machine,) = self._unpack("H", 18)
-        self.machine = MACHINES.get(machine, "machine %d" % machine)
+        self.machine = MACHINES.get(machine, f"machine {machine}")
         self._symtab_entry = 24 if self.bits == 64 else 16
         self._segments()
         self._dynamic()
@@ -171,7 +171,7 @@ class Reader:
         _base, buckets, first, _bloom, _shift, bucket_at = table
         if buckets > _MAX_SYMBOLS:
             raise ElfError("the hash table is not credible")
-        last = max(self._unpack("%dI" % buckets, bucket_at))
+        last = max(self._unpack(f"{buckets}I", bucket_at))
         if last < first:
             return first
         chain_at = bucket_at + buckets * 4

@@ -140,8 +140,7 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
         there = ", ".join(sorted(lib[3] for lib in libs))
         return _problem(
             path, "not_a_venv", "venv_python_changed",
-            "%s is Python %d.%d now, and the venv's packages are for %s: the venv must be made again."
-            % (python, version[0], version[1], there), python=python, **owner,
+            f"{python} is Python {version[0]}.{version[1]} now, and the venv's packages are for {there}: make it again.", python=python, **owner,
         )  # fmt: skip
     lib = chosen[0]
     elf = _elf.read(real)
@@ -167,7 +166,7 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
     for entry in site:
         if entry not in seen and os.path.isdir(entry):
             seen.append(entry)
-    text = full if matched and configured == version else "%d.%d" % version
+    text = full if matched and configured == version else f"{version[0]}.{version[1]}"
     return {
         "path": prefix,
         "python": python,
@@ -176,7 +175,7 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
         "message": None,
         **owner,
         "python_version": text,
-        "soabi": "cpython-%d%d%s-%s-linux-gnu" % (version[0], version[1], lib[2], machine),
+        "soabi": f"cpython-{version[0]}{version[1]}{lib[2]}-{machine}-linux-gnu",
         "machine": machine,
         "site_packages": seen,
         "libc": libc(),
