@@ -99,6 +99,8 @@ def popen_arguments(identity: Identity) -> dict[str, Any]:
 
     Raises CannotDrop when this process is neither root nor that user.
     """
+    if os.getuid() != os.geteuid():
+        raise RuntimeError("no command is started inside acting_as: it could become root again")
     if os.geteuid() == identity.uid and identity.uid != 0:
         return {}
     if os.geteuid() != 0:

@@ -131,12 +131,12 @@ def put_back(manifest: Sequence[dict[str, Any]], files: str) -> list[str]:
     for row in manifest:
         path = row["path"]
         if row["kind"] == "absent":
-            _remove(path)
+            remove(path)
             continue
         parent = os.path.dirname(path)
         os.makedirs(parent, exist_ok=True)
         fresh = os.path.join(parent, ".gpufleet-" + os.path.basename(path)[:200])
-        _remove(fresh)
+        remove(fresh)
         if row["kind"] == "link":
             os.symlink(row["target"], fresh)
         else:
@@ -152,7 +152,8 @@ def put_back(manifest: Sequence[dict[str, Any]], files: str) -> list[str]:
     return [row["path"] for row in manifest if row["kind"] == "absent"]
 
 
-def _remove(path: str) -> None:
+def remove(path: str) -> None:
+    """Remove a file, a link or a whole folder, if it is there."""
     try:
         os.unlink(path)
     except (FileNotFoundError, NotADirectoryError):
