@@ -24,7 +24,9 @@ class FilterModule:
                 "plan_names",
                 "probe_calls",
                 "ready_settings",
+                "rolled_back_plans",
                 "secrets_by_instance",
+                "to_roll_back",
                 "unmended",
             )
         }

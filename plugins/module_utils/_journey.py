@@ -182,3 +182,25 @@ def secrets_by_instance(instances: Iterable[str], variables: Mapping[str, Any]) 
         instance: {**shared, **{str(k): str(v) for k, v in ((entries.get(instance) or {}).get("secrets") or {}).items()}}
         for instance in instances
     }
+
+
+def to_roll_back(services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]) -> list[str]:
+    """Return the instances of ``host`` that were started and of which this host or another member failed."""
+    back = []
+    for name, plan in services.items():
+        if name not in (work.get("start") or []):
+            continue
+        members = plan.get("unit", {}).get("hosts") or [host]
+        if any((hostvars[member].get("rollout_failure") or {}) for member in members if member in hostvars):
+            back.append(name)
+    return back
+
+
+def rolled_back_plans(services: Mapping[str, Any], units: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the plans to wait for after a rollback: those with a last good revision, with that revision's argv."""
+    plans = {}
+    for unit in units:
+        name = unit.get("instance")
+        if name in services and unit.get("current") and unit.get("argv"):
+            plans[name] = {**services[name], "argv": list(unit["argv"])}
+    return plans

@@ -102,3 +102,25 @@ def test_failure_of_a_loop_names_the_item_that_failed():
 def test_accepted_is_current_equal_to_last_good():
     previews = [{"instance": "a", "current": "r1", "last_good": "r1"}, {"instance": "b", "current": "r2", "last_good": "r1"}, {"instance": "c"}]
     assert _journey.accepted_instances(previews) == ["a"]
+
+
+def test_every_member_of_an_instance_goes_back_when_one_failed():
+    services = {"big": plan(unit={"venv": "/v", "hosts": ["h1", "h2"]}), "own": plan()}
+    hostvars = {"h1": {"rollout_failure": {}}, "h2": {"rollout_failure": {"task": "Start"}}}
+    assert _journey.to_roll_back(services, {"start": ["big", "own"]}, "h1", hostvars) == ["big"]
+    assert _journey.to_roll_back(services, {"start": []}, "h2", hostvars) == []
+    assert _journey.to_roll_back(services, {"start": ["own"]}, "h2", hostvars) == ["own"]
+
+
+def test_a_rollback_is_judged_by_the_argv_it_went_back_to():
+    units = [{"instance": "a", "current": "r1", "argv": ["old"]}, {"instance": "b", "current": None}]
+    plans = _journey.rolled_back_plans({"a": plan(), "b": plan()}, units)
+    assert list(plans) == ["a"] and plans["a"]["argv"] == ["old"]
+
+
+def test_secrets_of_an_instance_win_over_the_shared_ones():
+    variables = {"sglang_secrets": {"api_key": "shared", "hf_token": "t"}, "sglang_instances": {"a": {"secrets": {"api_key": "own"}}}}
+    assert _journey.secrets_by_instance(["a", "b"], variables) == {
+        "a": {"api_key": "own", "hf_token": "t"},
+        "b": {"api_key": "shared", "hf_token": "t"},
+    }
