@@ -220,7 +220,7 @@ CODES: dict[str, Code] = {
         "broken",
         "wheel",
         "Built for another Python.",
-        "WHEEL tag, or extension files with another cpython tag only; `Python version mismatch`, a missing ._C, a circular import.",
+        "None of the file names of the extension exists; ModuleNotFoundError for it.",
         "Reinstall for this Python with --force-reinstall --no-deps.",
         "replace",
         "seen by running it",

@@ -140,7 +140,7 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
         there = ", ".join(sorted(lib[3] for lib in libs))
         return _problem(
             path, "not_a_venv", "venv_python_changed",
-            f"{python} is Python {version[0]}.{version[1]} now, and the venv's packages are for {there}: make it again.", python=python, **owner,
+            f"{python} is Python {version[0]}.{version[1]} now, the packages are for {there}: make the venv again.", python=python, **owner,
         )  # fmt: skip
     lib = chosen[0]
     elf = _elf.read(real)
