@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import time
 import zipfile
@@ -303,6 +304,32 @@ def in_use(paths: Iterable[str], proc: str = "/proc") -> list[int]:
     return sorted(found)
 
 
+def end_leftovers(folder: str, proc: str = "/proc") -> list[int]:
+    """End the commands that a killed run left behind: those whose TMPDIR lies in ``folder``. Returns their pids."""
+    mark = b"\0TMPDIR=" + os.fsencode(folder) + b"/"
+    ended = []
+    for name in os.listdir(proc):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        try:
+            with open(os.path.join(proc, name, "environ"), "rb") as stream:
+                environ = b"\0" + stream.read(1 << 20)
+            start = _lockfile.process_start(int(name))
+            if mark in environ and start is not None:
+                os.kill(int(name), signal.SIGKILL)
+                ended.append((int(name), start))
+        except OSError:
+            continue
+    deadline = time.monotonic() + 30
+    while any(_lockfile.process_start(pid) == start for pid, start in ended):
+        if time.monotonic() > deadline:
+            raise Failure(
+                f"pid {', '.join(str(pid) for pid, _start in ended)} of an earlier run does not end", code="locked"
+            )
+        time.sleep(0.05)
+    return [pid for pid, _start in ended]
+
+
 class SystemPackages:
     """apt and dnf behind one face. Raises Failure when a command fails."""
 
@@ -558,6 +585,28 @@ class Mender:
                 ],
                 set(group.present),
             )
+        self._refuse_used(
+            {
+                path
+                for group in groups
+                for step in group.steps
+                for item in step.requirements
+                for dist in installed.get(item.name, [])
+                for path in paths_of(self.venv, dist)
+            }
+        )
+
+    def _refuse_used(self, paths: Iterable[str]) -> None:
+        users = in_use(path for path in paths if ".so" in os.path.basename(path))
+        if not users:
+            return
+        text = (
+            f"the files to be replaced in {self.venv.path} are in use by pid {', '.join(map(str, users[:8]))}: "
+            "drain and stop the service first"
+        )
+        if self.options.refuse_in_use and not self.options.check_mode:
+            raise Failure(text, code="venv_in_use", pids=users)
+        self.problems.append({"code": "venv_in_use", "message": text, "pids": users})
 
     def prepare(self, groups: Sequence[_packages.Group], installed: Mapping[str, list[Dist]]) -> _journal.Entry:
         """Fetch, prove, keep. The venv is as before when this raises."""
@@ -660,15 +709,6 @@ class Mender:
             paths |= {cache for path in list(paths) for cache in _caches(path)}
             self._refuse_unwritable(paths)
             self._refuse_without_room(paths, entry.files)
-        if self.options.refuse_in_use:
-            users = in_use(path for path in paths if ".so" in path)
-            if users:
-                raise Failure(
-                    f"the files to be replaced in {self.venv.path} are in use by pid {', '.join(map(str, users[:8]))}: "
-                    "drain and stop the service first",
-                    code="venv_in_use",
-                    pids=users,
-                )
         with _drop.acting_as(self.owner):
             manifest = _journal.keep(paths, entry.files)
         entry.save_manifest(manifest)
@@ -830,7 +870,10 @@ class Mender:
 
     def recover(self, forward: bool) -> None:
         """Finish what was interrupted: forward (the same steps again) or back."""
+        _journal.Journal(self.root).sweep()
         for entry in reversed(self.entries()):
+            if entry.state in (_journal.PREPARING, *_journal.INTERRUPTED):
+                end_leftovers(entry.folder)
             if entry.state == _journal.PREPARING:
                 entry.discard()
             elif entry.state in _journal.INTERRUPTED:
@@ -991,6 +1034,7 @@ def restore(mender: Mender) -> dict[str, Any]:
             "stdout_tail": [],
         }
         if not mender.options.check_mode:
+            end_leftovers(entry.folder)
             mender.put_back(entry)
         mender.steps.append({**said, "state": "pending" if mender.options.check_mode else "done"})
     if not mender.options.check_mode:

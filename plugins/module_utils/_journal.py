@@ -30,6 +30,7 @@ PREPARING, CHANGING, DONE, RESTORING, RESTORED = "preparing", "changing", "done"
 INTERRUPTED = (CHANGING, RESTORING)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_GONE = ".gone"
 _FICLONE = 0x40049409
 
 
@@ -39,7 +40,7 @@ class JournalError(Exception):
 
 def valid_id(text: str) -> bool:
     """Whether ``text`` may name an entry (one path component, no surprises)."""
-    return _ID.fullmatch(text) is not None
+    return _ID.fullmatch(text) is not None and not text.endswith(_GONE)
 
 
 def sync_directory(path: str) -> None:
@@ -213,7 +214,7 @@ class Entry:
 
     def discard(self) -> None:
         """Forget the entry and what it kept."""
-        gone = self.folder + ".gone"
+        gone = self.folder + _GONE
         shutil.rmtree(gone, ignore_errors=True)
         os.replace(self.folder, gone)
         shutil.rmtree(gone, ignore_errors=True)
@@ -235,6 +236,8 @@ class Journal:
         except OSError as error:
             raise JournalError(f"{self.root} cannot be read: {error.strerror}") from error
         for name in names:
+            if not valid_id(name):
+                continue
             path = os.path.join(self.root, name, "entry.json")
             try:
                 with open(path, encoding="utf-8") as stream:
@@ -246,6 +249,16 @@ class Journal:
             if data.get("venv") == venv:
                 found.append(Entry(os.path.join(self.root, name), data))
         return sorted(found, key=lambda entry: int(entry.data["sequence"]))
+
+    def sweep(self) -> None:
+        """Remove what an interrupted ``discard`` left."""
+        try:
+            names = os.listdir(self.root)
+        except FileNotFoundError:
+            return
+        for name in names:
+            if name.endswith(_GONE):
+                shutil.rmtree(os.path.join(self.root, name), ignore_errors=True)
 
     def begin(self, wanted_id: str, venv: str, data: dict[str, Any]) -> Entry:
         """A new entry in state ``preparing``; its name gets a number when ``wanted_id`` is taken."""

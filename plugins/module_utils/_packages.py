@@ -326,7 +326,7 @@ def unwanted(changes: Iterable[Change], named: Collection[str], allowed: Collect
 
 def redact(text: str) -> str:
     """``text`` without the credentials of URLs and of options that carry them."""
-    text = re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s@'\"]+@", r"\1***@", text)
+    text = re.sub(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s'\"]+@", r"\1***@", text)
     return re.sub(r"(?i)\b(token|password|passwd|secret|api[_-]?key)=[^&\s'\"]+", r"\1=***", text)
 
 
@@ -338,7 +338,7 @@ _WHEELHOUSE = "the host cannot reach its package index: set sglang_wheelhouse to
 _MENDS = (
     (re.compile(r"SSLError|CERTIFICATE_VERIFY_FAILED"), "give pip the site's CA (PIP_CERT or pip.conf on the host)"),
     (
-        re.compile(r"HTTP error 40[13]|401 Error|403 Client Error|User for "),
+        re.compile(r"HTTP error 40[137]|\b40[137] (Client )?Error|User for "),
         "the index asks for credentials: put them into the pip.conf of the venv's owner",
     ),
     (_NETWORK, _WHEELHOUSE),
