@@ -1,0 +1,650 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: renders the unit of an instance and judges units; pure, reads and runs nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd_quote import (
+    QuoteError,
+    parse_command,
+    quote_command,
+    quote_setting,
+    specifier_escape,
+    split_words,
+)
+
+MARK = "# Made by gpufleet.sglang.service_unit for the instance"
+REVISION_VARIABLE = "GPUFLEET_SGLANG_REVISION"
+SECRETS_VARIABLE = "GPUFLEET_SGLANG_SECRETS"
+REVISION_PLACEHOLDER = "@REVISION@"
+EMPTY_DIR = "/var/lib/gpufleet-sglang/empty"
+SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_INSTANCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}\Z")
+
+# Sections as ordered pairs: systemd allows a key several times, and the order of Exec lines counts.
+Section = list[tuple[str, str]]
+Unit = dict[str, Section]
+
+
+class UnitError(ValueError):
+    """A unit that cannot be rendered; the message names the value and the remedy."""
+
+
+def check_instance(instance: str) -> str:
+    """The name of an instance, or UnitError when it cannot be part of a unit's and a folder's name."""
+    if not _INSTANCE.match(instance):
+        raise UnitError(
+            f"the instance name {instance!r} is not usable: letters, digits, - and _ (first a letter or digit), "
+            "at most 48 characters"
+        )
+    return instance
+
+
+def unit_name(instance: str) -> str:
+    """``sglang-<instance>.service``."""
+    return f"sglang-{check_instance(instance)}.service"
+
+
+@dataclass
+class UnitSpec:
+    """Everything the text of a unit depends on."""
+
+    instance: str
+    argv: list[str]
+    user: str
+    group: str
+    env_file: str  # may contain REVISION_PLACEHOLDER
+    venv: str
+    model_path: str | None = None  # None when it is a hub name
+    read_only_paths: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    systemd_version: int = 252
+    sglang_version: str | None = None
+    supplementary_groups: list[str] = field(default_factory=list)
+    expected_gpus: int = 0
+    gpu_wait_seconds: int = 120
+    nvidia_modprobe: str | None = None
+    credentials: dict[str, str] = field(default_factory=dict)  # name -> file on the host
+    secret_env_file: str | None = None
+    secrets_stamp_file: str | None = None
+    has_secret_flags: bool = False
+    log_namespace: str | None = None
+    private_tmp: bool = True
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+def _version_tuple(version: str | None) -> tuple[int, ...]:
+    match = re.match(r"(\d+(?:\.\d+)*)", version or "")
+    return tuple(int(part) for part in match.group(1).split(".")) if match else ()
+
+
+def stops_by_sigkill(sglang_version: str | None) -> bool:
+    """Whether a clean stop of this SGLang ends with SIGKILL by its own hand (rc 137): seen on 0.5.15 and 0.5.18,
+    and no longer on 0.5.23; versions between were not seen and unknown ones are taken as old."""
+    return _version_tuple(sglang_version) < (0, 5, 23)
+
+
+def default_environment(
+    instance: str, argv: Sequence[str], env: Mapping[str, str], system_path: str = SYSTEM_PATH
+) -> dict[str, str]:
+    """The service's environment: homes and caches of this instance, PATH for the JIT compilers, then ``env`` (wins).
+
+    PATH is the interpreter's folder, then ``$CUDA_HOME/bin`` when ``env`` names one, then the system's folders;
+    a PATH in ``env`` is taken as it is.
+    """
+    state = f"/var/lib/sglang/{instance}"
+    cache = f"/var/cache/sglang/{instance}"
+    full = {
+        "HOME": state,
+        "XDG_CACHE_HOME": cache,
+        "HF_HOME": f"{cache}/huggingface",
+        "SGLANG_CACHE_DIR": f"{cache}/sglang",
+        "SGLANG_DG_CACHE_DIR": f"{cache}/deep_gemm",
+        "DG_JIT_CACHE_DIR": f"{cache}/deep_gemm",
+        "EP_JIT_CACHE_DIR": f"{cache}/deep_ep",
+        "TRITON_CACHE_DIR": f"{cache}/triton",
+        "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor",
+        "TORCH_EXTENSIONS_DIR": f"{cache}/torch_extensions",
+        "TILELANG_CACHE_DIR": f"{cache}/tilelang",
+        "FLASHINFER_WORKSPACE_BASE": cache,
+        "CUDA_CACHE_PATH": f"{cache}/cuda",
+        "PYTHONUNBUFFERED": "1",
+    }
+    path = [os.path.dirname(argv[0])]
+    cuda_home = env.get("CUDA_HOME", "")
+    if cuda_home and ":" not in cuda_home:
+        path.append(cuda_home.rstrip("/") + "/bin")
+    full["PATH"] = ":".join([*path, system_path])
+    full.update(env)
+    return full
+
+
+def gpu_wait_command(count: int, seconds: int) -> list[str]:
+    """A bounded wait for ``count`` GPUs, each look with its own time limit (nvidia-smi hangs on sick hosts)."""
+    script = (
+        f"tries={max(1, seconds // 2)}; "
+        "while :; do "
+        "found=$(timeout 20 nvidia-smi -L 2>/dev/null | grep -c '^GPU '); "
+        f'[ "$found" -ge {count} ] && exit 0; '
+        'tries=$((tries - 1)); [ "$tries" -gt 0 ] || break; sleep 2; done; '
+        f'echo "{count} GPUs expected, $found found" >&2; exit 1'
+    )
+    return ["/bin/sh", "-c", script]
+
+
+def _under(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(folder + "/") for folder in folders)
+
+
+def _home_protection(spec: UnitSpec) -> str:
+    """``yes`` hides /home, /root and /run/user, which breaks a venv, model or cache that lies there."""
+    paths = [spec.venv, spec.model_path or "", *spec.read_only_paths, *spec.argv]
+    for value in spec.env.values():
+        paths.extend(value.split(":"))
+    for argument in spec.argv:
+        paths.extend(re.findall(r"/(?:home|root|run/user)(?:/[^\s\"',}]*)?", argument))
+    return "read-only" if any(_under(path, ("/home", "/root", "/run/user")) for path in paths) else "yes"
+
+
+def build_unit(spec: UnitSpec) -> Unit:
+    """The unit as data. Raises UnitError for what systemd cannot carry or what must not be overridden."""
+    name = check_instance(spec.instance)
+    try:
+        exec_start = quote_command(spec.argv, " \\\n    ")
+        readable = [spec.venv, *([spec.model_path] if spec.model_path else []), *spec.read_only_paths]
+        # "-": a path that vanished must show as SGLang's own message, not as 226/NAMESPACE.
+        read_only = " ".join(quote_setting("-" + path) for path in dict.fromkeys(readable) if path.startswith("/"))
+        unit: Section = [
+            ("Description", specifier_escape(f"SGLang instance {name}")),
+            ("Wants", "network-online.target"),
+            ("After", "network-online.target nvidia-persistenced.service nvidia-fabricmanager.service"),
+            ("StartLimitIntervalSec", "3600"),
+            ("StartLimitBurst", "4"),
+        ]
+        mounts = [path for path in dict.fromkeys(readable) if path.startswith("/")]
+        if mounts:
+            unit.append(("RequiresMountsFor", " ".join(quote_setting(path) for path in mounts)))
+        service: Section = [("Type", "exec")]
+        if spec.nvidia_modprobe:
+            # NoNewPrivileges keeps the driver's setuid helper from making /dev/nvidia-uvm on first use.
+            service.append(("ExecStartPre", "-+" + quote_command([spec.nvidia_modprobe, "-u", "-c", "0"])))
+        if spec.expected_gpus > 0:
+            service.append(("ExecStartPre", quote_command(gpu_wait_command(spec.expected_gpus, spec.gpu_wait_seconds))))
+        service.append(("ExecStart", exec_start))
+        service += [
+            ("User", specifier_escape(spec.user)),
+            ("Group", specifier_escape(spec.group)),
+        ]
+        if spec.supplementary_groups:
+            service.append(("SupplementaryGroups", " ".join(spec.supplementary_groups)))
+        service += [
+            ("WorkingDirectory", EMPTY_DIR),
+            ("Environment", f"{REVISION_VARIABLE}={REVISION_PLACEHOLDER}"),
+            ("EnvironmentFile", specifier_escape(spec.env_file)),
+        ]
+        for extra in (spec.secret_env_file, spec.secrets_stamp_file):
+            if extra:
+                service.append(("EnvironmentFile", specifier_escape(extra)))
+        for credential in sorted(spec.credentials):
+            service.append(("LoadCredential", f"{credential}:{specifier_escape(spec.credentials[credential])}"))
+        service += [
+            ("StateDirectory", f"sglang/{name}"),
+            ("StateDirectoryMode", "0750"),
+            ("CacheDirectory", f"sglang/{name}"),
+            ("CacheDirectoryMode", "0750"),
+            ("UMask", "0077"),
+            ("Restart", "on-failure"),
+            ("RestartSec", "15"),
+            # 2 is argparse's: a bad flag does not heal by trying again.
+            ("RestartPreventExitStatus", "2"),
+        ]
+        if stops_by_sigkill(spec.sglang_version):
+            service += [("SuccessExitStatus", "SIGKILL 137"), ("RestartForceExitStatus", "SIGKILL 137")]
+        service += [
+            ("KillMode", "mixed"),
+            ("TimeoutStopSec", "120"),
+            ("TimeoutStartSec", str(spec.gpu_wait_seconds * 11 + 60) if spec.expected_gpus > 0 else "90"),
+            ("OOMPolicy", "kill"),
+            ("LimitMEMLOCK", "infinity"),
+            ("LimitNOFILE", "1048576"),
+            ("LimitCORE", "0"),
+        ]
+        if spec.has_secret_flags and spec.systemd_version >= 253:
+            # SGLang prints its resolved arguments, the key among them, when it starts.
+            service.append(("LogFilterPatterns", "~(api_key|api-key)"))
+        if spec.log_namespace:
+            service.append(("LogNamespace", spec.log_namespace))
+        service += [
+            ("NoNewPrivileges", "yes"),
+            ("CapabilityBoundingSet", ""),
+            ("ProtectSystem", "strict"),
+            ("ProtectHome", _home_protection(spec)),
+            ("PrivateTmp", "yes" if spec.private_tmp else "no"),
+            ("ProtectKernelTunables", "yes"),
+            ("ProtectKernelModules", "yes"),
+            ("ProtectKernelLogs", "yes"),
+            ("ProtectControlGroups", "yes"),
+            ("ProtectHostname", "yes"),
+            ("ProtectProc", "invisible"),
+            ("LockPersonality", "yes"),
+            ("RestrictRealtime", "yes"),
+            ("RestrictSUIDSGID", "yes"),
+            ("RestrictNamespaces", "yes"),
+            ("RestrictAddressFamilies", "AF_UNIX AF_INET AF_INET6 AF_NETLINK"),
+            ("SystemCallArchitectures", "native"),
+            ("SystemCallFilter", "@system-service pidfd_getfd"),
+            ("SystemCallErrorNumber", "EPERM"),
+        ]
+        if read_only:
+            service.append(("ReadOnlyPaths", read_only))
+        sections: Unit = {"Unit": unit, "Service": service, "Install": [("WantedBy", "multi-user.target")]}
+        return _override(sections, spec.overrides)
+    except QuoteError as error:
+        raise UnitError(str(error)) from error
+
+
+_FIXED = {
+    "ExecStart": "it is the plan's argv",
+    "User": "set sglang_user",
+    "Group": "set sglang_group",
+    "WorkingDirectory": "a folder with files in it can shadow the libraries",
+    "StateDirectory": "it belongs to the instance",
+    "CacheDirectory": "it belongs to the instance",
+}
+
+
+def _override(unit: Unit, overrides: Mapping[str, Mapping[str, Any]]) -> Unit:
+    result = {section: list(pairs) for section, pairs in unit.items()}
+    for section, settings in overrides.items():
+        if section not in result:
+            raise UnitError(f"unit override: no section [{section}]; known: {', '.join(result)}")
+        for key, value in settings.items():
+            if not re.match(r"[A-Z][A-Za-z0-9]*\Z", key):
+                raise UnitError(f"unit override: {key!r} is not the name of a systemd setting")
+            if key in _FIXED:
+                raise UnitError(f"unit override: {key} cannot be overridden: {_FIXED[key]}")
+            values = value if isinstance(value, (list, tuple)) else [value]
+            texts = [("yes" if item else "no") if isinstance(item, bool) else str(item) for item in values]
+            if any("\n" in text or "\0" in text or text.endswith("\\") for text in texts):
+                raise UnitError(f"unit override: {key} must be one line and not end with a backslash")
+            kept = [pair for pair in result[section] if pair[0] != key]
+            if key in ("Environment", "EnvironmentFile", "LoadCredential", "ExecStartPre"):
+                kept = result[section]
+            result[section] = kept + [(key, text) for text in texts]
+    return result
+
+
+def format_unit(unit: Unit, instance: str) -> str:
+    """The text of the unit file, REVISION_PLACEHOLDER still in it."""
+    lines = [f"{MARK} {instance}. Changes here are replaced; use a drop-in or unit_overrides."]
+    for section, pairs in unit.items():
+        lines += ["", f"[{section}]"]
+        lines += [f"{key}={value}" for key, value in pairs]
+    return "\n".join(lines) + "\n"
+
+
+def parse_unit(text: str) -> Unit:
+    """A unit file as sections of pairs, in order (comments dropped, continuation lines joined)."""
+    unit: Unit = {}
+    section: str | None = None
+    pending = ""
+    for raw in text.split("\n"):
+        line = raw.strip()
+        if line[:1] in ("#", ";"):
+            continue
+        if pending:
+            line = pending + " " + line
+            pending = ""
+        if line.endswith("\\") and (len(line) - len(line.rstrip("\\"))) % 2:
+            pending = line[:-1]
+            continue
+        if not line:
+            continue
+        if line.startswith("[") and line.endswith("]"):
+            section = line[1:-1]
+            unit.setdefault(section, [])
+        elif section is not None and "=" in line:
+            key, value = line.split("=", 1)
+            unit[section].append((key.strip(), value.strip()))
+    return unit
+
+
+def setting(unit: Unit, section: str, key: str) -> str | None:
+    """The last value of a setting, None when it is not there."""
+    values = [value for name, value in unit.get(section, []) if name == key]
+    return values[-1] if values else None
+
+
+def settings(unit: Unit, section: str, key: str) -> list[str]:
+    """All values of a setting; an empty assignment forgets those before it, as in systemd."""
+    values: list[str] = []
+    for name, value in unit.get(section, []):
+        if name == key:
+            values = [*values, value] if value else []
+    return values
+
+
+def unit_environment(unit: Unit) -> dict[str, str]:
+    """``Environment=`` of the unit as a dict (not its EnvironmentFiles)."""
+    env: dict[str, str] = {}
+    for value in settings(unit, "Service", "Environment"):
+        for word, _quoted in split_words(value):
+            name, found, text = word.partition("=")
+            if found:
+                env[name] = text.replace("%%", "%")
+    return env
+
+
+def unit_argv(text: str) -> list[str]:
+    """The argv that systemd makes of the unit's ExecStart; UnitError when there is not exactly one."""
+    unit = parse_unit(text)
+    commands = settings(unit, "Service", "ExecStart")
+    if len(commands) != 1:
+        raise UnitError(f"the unit has {len(commands)} ExecStart commands, one is expected")
+    try:
+        return parse_command(commands[0], unit_environment(unit))
+    except QuoteError as error:
+        raise UnitError(f"ExecStart: {error}") from error
+
+
+def unit_revision(text: str) -> str | None:
+    """The revision that the unit carries, None when it carries none (made by hand) or cannot be read."""
+    try:
+        return unit_environment(parse_unit(text)).get(REVISION_VARIABLE)
+    except QuoteError:
+        return None
+
+
+_SPAN_UNITS = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "": 1,
+    "s": 1,
+    "sec": 1,
+    "second": 1,
+    "seconds": 1,
+    "m": 60,
+    "min": 60,
+    "minute": 60,
+    "minutes": 60,
+    "h": 3600,
+    "hr": 3600,
+    "hour": 3600,
+    "hours": 3600,
+    "d": 86400,
+    "day": 86400,
+    "days": 86400,
+    "w": 604800,
+    "week": 604800,
+    "weeks": 604800,
+}
+
+
+def parse_span(text: Any) -> float | None:
+    """Seconds of a systemd time span (``90``, ``2min 30s``, ``infinity``), None when it is not one."""
+    text = str(text).strip()
+    if text == "infinity":
+        return float("inf")
+    parts = re.findall(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text)
+    if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*([a-z]*)\s*", "", text):
+        return None
+    if any(word not in _SPAN_UNITS for _number, word in parts):
+        return None
+    return sum(float(number) * _SPAN_UNITS[word] for number, word in parts)
+
+
+def _yes(value: str | None) -> bool:
+    return str(value).lower() in ("yes", "true", "on", "1")
+
+
+def _problem(code: str, message: str, severity: str = "error", **extra: Any) -> dict[str, Any]:
+    return dict({"code": code, "message": message, "severity": severity}, **extra)
+
+
+def _review_restart(unit: Unit) -> list[dict[str, Any]]:
+    restart = setting(unit, "Service", "Restart") or "no"
+    if restart == "no":
+        return []
+    delay = parse_span(setting(unit, "Service", "RestartSec") or "0.1")
+    misplaced = [
+        key
+        for key in ("StartLimitIntervalSec", "StartLimitInterval", "StartLimitBurst")
+        if setting(unit, "Service", key) is not None
+    ]
+    problems = []
+    # systemd still reads the two old spellings in [Service]; StartLimitIntervalSec there is ignored.
+    if misplaced:
+        problems.append(
+            _problem(
+                "start_limit_in_service_section", f"{', '.join(misplaced)} belongs in [Unit]", setting=misplaced[0]
+            )
+        )
+    interval_text = setting(unit, "Unit", "StartLimitIntervalSec") or setting(unit, "Unit", "StartLimitInterval")
+    burst_text = setting(unit, "Unit", "StartLimitBurst")
+    interval = parse_span(interval_text) if interval_text is not None else 10.0
+    burst = int(burst_text) if burst_text and burst_text.isdigit() else 5
+    if interval is None or delay is None:
+        bad = "StartLimitIntervalSec" if interval is None else "RestartSec"
+        problems.append(_problem("bad_time_span", f"{bad} is not a time span", setting=bad))
+    elif interval == 0 or burst == 0:
+        problems.append(
+            _problem("restart_unbounded", "the start limit is switched off: a bad start is repeated for ever")
+        )
+    elif delay * (burst - 1) >= interval:
+        given = interval_text is not None or burst_text is not None
+        problems.append(
+            _problem(
+                "start_limit_never_triggers" if given else "restart_unbounded",
+                f"{burst} starts need at least {delay * (burst - 1):g} s, the window is {interval:g} s: "
+                "a bad start is repeated for ever; set StartLimitIntervalSec in [Unit] above that",
+                setting="StartLimitIntervalSec",
+            )
+        )
+    return problems
+
+
+def _review_devices(unit: Unit) -> list[dict[str, Any]]:
+    problems = []
+    if _yes(setting(unit, "Service", "PrivateDevices")):
+        problems.append(
+            _problem("private_devices_hides_gpus", "PrivateDevices=yes hides /dev/nvidia*", setting="PrivateDevices")
+        )
+    policy = setting(unit, "Service", "DevicePolicy") or "auto"
+    allowed = settings(unit, "Service", "DeviceAllow")
+    restricted = policy in ("closed", "strict") or bool(allowed)
+    if restricted:
+        text = " ".join(allowed)
+        wanted = {
+            "/dev/nvidia0": r"/dev/nvidia\d|/dev/nvidia\*|char-nvidia(-frontend|\*)?(\s|$)|char-\*",
+            "/dev/nvidiactl": r"/dev/nvidiactl|/dev/nvidia\*|char-nvidia(-frontend|ctl|\*)?(\s|$)|char-\*",
+            "/dev/nvidia-uvm": r"/dev/nvidia-uvm|/dev/nvidia\*|char-nvidia(-uvm|\*)|char-\*",
+            "/dev/nvidia-caps": r"/dev/nvidia-caps|char-nvidia(-caps|\*)|char-\*",
+        }
+        missing = [device for device, pattern in wanted.items() if not re.search(pattern, text)]
+        if missing:
+            problems.append(
+                _problem(
+                    "device_policy_hides_gpus",
+                    f"DevicePolicy={policy} with DeviceAllow={text or 'nothing'} hides {', '.join(missing)}; "
+                    "leave DevicePolicy at auto and DeviceAllow empty (RDMA needs /dev/infiniband and /dev/gdrdrv too)",
+                    setting="DeviceAllow",
+                )
+            )
+    if _yes(setting(unit, "Service", "ProtectClock")):
+        problems.append(
+            _problem(
+                "protect_clock_hides_gpus",
+                "ProtectClock=yes implies DeviceAllow=char-rtc, which closes every other device",
+                setting="ProtectClock",
+            )
+        )
+    return problems
+
+
+def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
+    """What in a unit does not work for SGLang: ``[{code, message, severity, setting}]``; severity error or note.
+
+    ``env`` is the whole environment of the service when it is known (EnvironmentFiles included).
+    """
+    service = "Service"
+    problems: list[dict[str, Any]] = []
+    kill = setting(unit, service, "KillMode") or "control-group"
+    if kill in ("process", "none"):
+        problems.append(
+            _problem(
+                "kill_mode_leaves_schedulers",
+                f"KillMode={kill} leaves schedulers behind that hold GPU memory; use mixed or control-group",
+                setting="KillMode",
+            )
+        )
+    memlock = setting(unit, service, "LimitMEMLOCK")
+    if memlock is None:
+        problems.append(
+            _problem(
+                "memlock_not_set_in_unit",
+                "LimitMEMLOCK is not set; limits.conf does not apply to services",
+                setting="LimitMEMLOCK",
+            )
+        )
+    elif not re.match(r"(infinity|\d+[KMGTPE]?)(:(infinity|\d+[KMGTPE]?))?\Z", memlock):
+        problems.append(
+            _problem(
+                "memlock_word_ignored",
+                f"systemd ignores LimitMEMLOCK={memlock}; the word is infinity",
+                setting="LimitMEMLOCK",
+            )
+        )
+    kind = setting(unit, service, "Type") or "simple"
+    if kind in ("notify", "notify-reload", "dbus", "forking"):
+        problems.append(
+            _problem(
+                "type_never_starts",
+                f"Type={kind}: SGLang does not announce itself that way, so the start never ends; use exec",
+                setting="Type",
+            )
+        )
+    timeout = parse_span(setting(unit, service, "TimeoutStartSec") or setting(unit, service, "TimeoutSec") or "90")
+    for command in settings(unit, service, "ExecStartPost"):
+        wait = re.search(r"--?(?:timeout|deadline|wait)[= ](\d+)", command)
+        if timeout is not None and timeout <= (float(wait.group(1)) if wait else 90):
+            problems.append(
+                _problem(
+                    "start_post_killed_by_timeout",
+                    f"ExecStartPost is ended after {timeout:g} s (TimeoutStartSec) while the model still loads; "
+                    "set TimeoutStartSec above the load deadline, or leave readiness to the play",
+                    setting="TimeoutStartSec",
+                )
+            )
+    problems += _review_restart(unit)
+    problems += _review_devices(unit)
+    if _yes(setting(unit, service, "MemoryDenyWriteExecute")):
+        problems.append(
+            _problem(
+                "memory_deny_write_execute_breaks_jit",
+                "MemoryDenyWriteExecute=yes breaks the JIT compilers",
+                setting="MemoryDenyWriteExecute",
+            )
+        )
+    if setting(unit, service, "ProcSubset") == "pid":
+        problems.append(
+            _problem("proc_subset_hides_driver", "ProcSubset=pid hides /proc/driver/nvidia", setting="ProcSubset")
+        )
+    if _yes(setting(unit, service, "RemoveIPC")):
+        problems.append(
+            _problem(
+                "remove_ipc_hits_other_instances",
+                "RemoveIPC=yes removes the shared memory of every instance of this user when one stops",
+                setting="RemoveIPC",
+            )
+        )
+    if _yes(setting(unit, service, "PrivateTmp")):
+        problems.append(
+            _problem(
+                "private_tmp",
+                "sockets and IPC files in /tmp are not shared with other units",
+                "note",
+                setting="PrivateTmp",
+            )
+        )
+    try:
+        known = unit_environment(unit)
+    except QuoteError as error:
+        problems.append(_problem("environment_bad_quoting", f"Environment: {error}", setting="Environment"))
+        known = {}
+    known.update(env or {})
+    problems += review_environment(known, setting(unit, service, "ProtectHome") or "no")
+    return problems
+
+
+def review_environment(env: Mapping[str, str], protect_home: str = "no") -> list[dict[str, Any]]:
+    """What in a service's environment does not work: ``[{code, message, severity, variable, suggestion?}]``."""
+    problems = []
+    for name in ("CUDA_HOME", "CUDA_PATH"):
+        value = env.get(name, "")
+        if ":" in value:
+            parts = [part for part in value.split(":") if part]
+            problems.append(
+                _problem(
+                    "cuda_home_is_a_path_list",
+                    f"{name}={value} is not one folder: the compiler would be looked for in {value}/bin",
+                    variable=name,
+                    value=value,
+                    suggestion=parts[-1] if parts else None,
+                )
+            )
+    for name, value in env.items():
+        if re.search(r"\$\{?[A-Za-z_]", value) and name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"):
+            problems.append(
+                _problem(
+                    "environment_not_expanded",
+                    f"{name}={value}: systemd does not expand variables here; write the whole value",
+                    variable=name,
+                    value=value,
+                )
+            )
+    if protect_home in ("yes", "true", "on", "1", "tmpfs"):
+        for name, value in env.items():
+            if name.endswith(("_HOME", "_DIR", "_CACHE", "_BASE", "_PATH")) or name in ("HOME", "PYTHONPATH"):
+                hidden = [part for part in value.split(":") if _under(part, ("/home", "/root", "/run/user"))]
+                if hidden:
+                    problems.append(
+                        _problem(
+                            f"{name.lower()}_hidden_by_ProtectHome",
+                            f"{name} points to {hidden[0]}, which ProtectHome={protect_home} hides",
+                            variable=name,
+                            value=value,
+                        )
+                    )
+    return problems
+
+
+def compare_argv(old: Sequence[str], new: Sequence[str]) -> list[dict[str, Any]]:
+    """How the flags of two commands differ: ``[{flag, old, new}]``, None where one side lacks the flag.
+
+    Flags are compared by their long name, whichever of ``--flag value`` and ``--flag=value`` is used.
+    """
+
+    def flags(argv: Sequence[str]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        current: str | None = None
+        for item in argv[1:]:
+            if item.startswith("--") and len(item) > 2:
+                current, given, value = item.partition("=")
+                found[current] = [value] if given else []
+            elif current is not None:
+                found[current].append(item)
+        return {flag: (" ".join(values) if values else True) for flag, values in found.items()}
+
+    before, after = flags(old), flags(new)
+    return [
+        {"flag": flag, "old": before.get(flag), "new": after.get(flag)}
+        for flag in [*before, *(flag for flag in after if flag not in before)]
+        if before.get(flag) != after.get(flag)
+    ]
