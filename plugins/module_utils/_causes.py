@@ -1,0 +1,692 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: why a start failed, out of its log.
+
+The log of a failed start is a cascade: the first rank's traceback, then signals, closed sockets and watchdogs of the
+others. ``find_cause`` cuts the log into error blocks, in the order of their first lines, and names the first block that
+a row of ``CAUSES`` knows; rows marked ``symptom`` (what the other processes say about it) count only when no block
+tells more. A block that no row knows is shown as ``unknown``: an invented cause costs more than none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Optional
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._log_events import (
+    body,
+    clean,
+    parse_line,
+    redact,
+    shown,
+)
+
+CONTEXT_BEFORE = 3
+MAX_SHOWN = 24
+MAX_LINES = 6000
+
+Cause = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """One known failure. ``pattern`` is searched in a block; named groups go into the cause and into the texts.
+
+    ``permanent``: the same start fails again. ``symptom``: it is never the first cause while something else is known.
+    """
+
+    code: str
+    pattern: str
+    message: str
+    mend: str
+    permanent: bool = True
+    symptom: bool = False
+
+
+# The order matters inside one block only: the more specific row first.
+CAUSES: tuple[Row, ...] = (
+    # flags
+    Row(
+        "argument_removed",
+        r"Removed server argument\(s\): (?P<argument>[\w.-]+)\s*->\s*(?P<replacement>[^\n;]+)",
+        "this SGLang no longer has the argument {argument}; it names as replacement: {replacement}",
+        "put the replacement into sglang_flags, and take {argument} out",
+    ),
+    Row(
+        "argument_removed",
+        r"Removed server argument\(s\): (?P<argument>[^\n]+)",
+        "this SGLang no longer has the argument {argument}",
+        "take it out of sglang_flags",
+    ),
+    Row(
+        "flag_unknown",
+        r"error: unrecognized arguments: (?P<argument>[^\n]+)",
+        "this SGLang does not know the arguments {argument}",
+        "take them out of sglang_flags, or write the name that the installed version has",
+    ),
+    Row(
+        "flag_ambiguous",
+        r"error: ambiguous option: (?P<argument>\S+) could match (?P<replacement>[^\n]+)",
+        "{argument} is not a flag of this SGLang and abbreviates several: {replacement}",
+        "write the full name of the flag",
+    ),
+    Row(
+        "flag_bad_choice",
+        r"error: argument (?P<argument>[^\n:]+): invalid choice: (?P<value>[^\n(]+?) \((?P<choices>choose "
+        r"from [^\n]+)\)",
+        "{argument} does not take {value} in this SGLang ({choices})",
+        "choose one of the values that the installed version takes",
+    ),
+    Row(
+        "flag_bad_value",
+        r"error: argument (?P<argument>[^\n:]+): (?P<value>invalid [^\n]+|expected [^\n]+|not allowed with [^\n]+)",
+        "{argument}: {value}",
+        "correct the value in sglang_flags",
+    ),
+    Row(
+        "flag_missing",
+        r"error: the following arguments are required: (?P<argument>[^\n]+)",
+        "required arguments are missing: {argument}",
+        "set them",
+    ),
+    # the plan's arithmetic, refused by SGLang itself
+    Row(
+        "dispatch_limit_config",
+        r"(?:per-rank prefill budget|prefill (?:token )?budget) exceeds (?P<variable>SGLANG_\w+): "
+        r"required=(?P<required>\d+), "
+        r"capacity=(?P<capacity>\d+)",
+        "a prefill may bring {required} tokens to a rank, {variable} allows {capacity}",
+        "raise {variable}, or lower --chunked-prefill-size or --max-prefill-tokens",
+    ),
+    Row(
+        "dispatch_limit_exceeded",
+        r"num_max_dispatch_tokens_per_rank|NUM_MAX_DISPATCH_TOKENS_PER_RANK|x\.size\(0\) <= num_max_dispatch|"
+        r"num_tokens <= num_max_dispatch",
+        "a batch was larger than the a2a backend's dispatch limit, which kills the whole server",
+        "raise SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK (at most 1024) or lower --chunked-prefill-size below it",
+    ),
+    Row(
+        "deepep_needs_low_latency",
+        r"Unquantized DeepEP MoE currently supports low_latency mode only",
+        "an unquantised model runs on DeepEP in low_latency mode only",
+        "set deepep_mode: low_latency and a dispatch limit above the chunked prefill size, or take another a2a backend",
+    ),
+    Row(
+        "a2a_topology",
+        r"(?P<text>(?:Flashinfer MoE A2A|moe_a2a_backend='?\w+'?)[^\n]*(?:requires|only supported)[^\n]*)",
+        "the a2a backend does not go with these sizes: {text}",
+        "change sglang_parallelism or the a2a backend",
+    ),
+    Row(
+        "mooncake_mode",
+        r"mooncake\.py\", line \d+[\s\S]*NotImplementedError",
+        "mooncake as a2a backend does not work in this mode; it needs --deepep-mode low_latency",
+        "set deepep_mode: low_latency, or take another a2a backend",
+    ),
+    Row(
+        "backend_version_mismatch",
+        r"module 'mooncake\.\w+' has no attribute|'?active_ranks'? (?:is|must)[^\n]*None|has no attribute "
+        r"'set_host_ip'|"
+        r"topk_idx[^\n]*(?:dtype|type|int32|int64)|Incompatible (?:mooncake|nixl|deep_ep)",
+        "the backend imports, but its interface is not the one that this SGLang calls",
+        "install the version of the backend that goes with this SGLang",
+    ),
+    Row(
+        "parallel_sizes",
+        r"(?P<text>(?:tp_size|ep_size|dp_size|pp_size|tensor parallel size|expert parallel size)[^\n]{0,120}"
+        r"(?:divisible|must be|should be|greater|at least)[^\n]*)|_compute_parallelism_ranks[\s\S]*ZeroDivisionError|"
+        r"is not divisible by|are not divisible",
+        "the parallel sizes do not fit together or do not fit the model",
+        "check tp_size, ep_size, dp_size and pp_size of sglang_parallelism",
+    ),
+    Row(
+        "quantization_shape",
+        r"weight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
+        r"Marlin[^\n]*(?:not supported|shape)",
+        "the quantised blocks cannot be cut by this tensor parallel size",
+        "lower tp_size, or raise ep_size so that an expert stays whole",
+    ),
+    # host checks and libraries of the backends
+    Row(
+        "deep_ep_host_check",
+        r"Duplicate NCCL runtime|Invalid NCCL versions?|Cannot find package: nccl|NCCL "
+        r"version[^\n]*(?:mismatch|required)",
+        "deep_ep checks the host's NCCL when it is imported, and refuses",
+        "one NCCL only in the service's environment; set EP_NCCL_ROOT_DIR to it",
+    ),
+    Row(
+        "nvshmem_version",
+        r"NVSHMEM device library version does not match",
+        "the NVSHMEM on the device side is not the one on the host side",
+        "install the NVSHMEM version that deep_ep was built with",
+    ),
+    Row(
+        "torch_abi_mismatch",
+        r"(?P<file>\S+\.so\S*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
+        "{file} was built for another torch (undefined symbol {symbol})",
+        "install the build that goes with this torch, or rebuild it",
+    ),
+    Row(
+        "undefined_symbol",
+        r"undefined symbol: (?P<symbol>\S+)",
+        "a library was built against another version of what it uses (undefined symbol {symbol})",
+        "run probe.yml: it names the backend, its layer and the mend",
+    ),
+    Row(
+        "missing_system_lib",
+        r"(?P<file>lib[\w.+-]+\.so[\w.]*): cannot open shared object file",
+        "the system library {file} is missing in the service's environment",
+        "install it (libcuda belongs to the driver; libcudart to the CUDA variant of the wheel; libibverbs, "
+        "libmlx5: rdma-core)",
+    ),
+    Row(
+        "glibcxx_too_old",
+        r"version [`'](?:GLIBCXX|CXXABI|GLIBC)_[\d.]+' not found",
+        "the host's libstdc++ or glibc is older than the library needs",
+        "use a wheel for this distribution, or a newer libstdc++",
+    ),
+    Row(
+        "backend_missing",
+        r"ImportError: (?P<backend>DeepEP|Mooncake EP|Mori EP|NIXL EP|[\w ]{1,30}?) is not installed",
+        "SGLang could not import {backend}: it is absent or broken in the service's environment",
+        "run remediate.yml, or choose another backend",
+    ),
+    Row(
+        "backend_missing",
+        r"(?:ModuleNotFoundError|ImportError): No module named '?(?P<backend>(?:deep_ep|mooncake|nixl|nixl_ep|"
+        r"mori|pplx_kernels|"
+        r"deep_ep_v25|flashinfer|deep_gemm|sgl_kernel)(?:\.\w+)*)",
+        "the Python module {backend} is missing in the venv",
+        "run remediate.yml, or choose another backend",
+    ),
+    Row(
+        "backend_missing",
+        r"Please install (?P<backend>mooncake|nixl|NIXL|Mooncake|DeepEP|deep_ep)[^\n]*",
+        "SGLang could not import {backend}: it is absent or broken in the service's environment",
+        "run remediate.yml, or choose another backend",
+    ),
+    Row(
+        "python_module_missing",
+        r"ModuleNotFoundError: No module named '?(?P<module>[\w.]+)",
+        "the Python module {module} is missing in the venv",
+        "install what SGLang requires into the venv (pip check names it)",
+    ),
+    # GPU memory before the general CUDA rows
+    Row(
+        "gpu_out_of_memory",
+        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+        r"Not enough memory\. Please try to increase --mem-fraction-static|out of memory[^\n]{0,40}GPU|"
+        r"CUDA error: out of memory|The memory capacity is unbalanced",
+        "the GPU's memory does not suffice",
+        "free the GPUs of other processes, lower --mem-fraction-static or --max-running-requests, or spread "
+        "over more GPUs",
+    ),
+    # CUDA, driver, architecture
+    Row(
+        "gpu_arch_unsupported",
+        r"no kernel image is available|named symbol not found|cudaErrorNoKernelImageForDevice|"
+        r"(?:sm_\d+|compute capability[^\n]{0,40}) is not (?:supported|compatible)|CUDA_ERROR_NO_BINARY_FOR_GPU",
+        "a library has no code for this GPU's architecture",
+        "install or build it for the compute capability of these GPUs",
+    ),
+    Row(
+        "driver_too_old",
+        r"CUDA driver version is insufficient|driver on your system is too old|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|"
+        r"forward compatibility was attempted|PTX was compiled with an unsupported toolchain",
+        "the NVIDIA driver is too old for this CUDA",
+        "update the driver, or use a torch for the older CUDA",
+    ),
+    Row(
+        "fabric_manager",
+        r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|error 802",
+        "the NVSwitch fabric is not initialised",
+        "start nvidia-fabricmanager in the driver's version",
+        permanent=False,
+    ),
+    Row(
+        "gpu_absent",
+        r"No CUDA GPUs are available|no CUDA-capable device is detected|Found no NVIDIA driver|"
+        r"Torch not compiled with CUDA enabled|CUDA_ERROR_NO_DEVICE|invalid device ordinal|No accelerator "
+        r".{0,60}(?:available|found)",
+        "the service sees no GPU, or fewer than it needs",
+        "check the driver, /dev/nvidia*, CUDA_VISIBLE_DEVICES, and that torch is a CUDA build",
+    ),
+    Row(
+        "gpu_fault",
+        r"illegal memory access|device-side assert|uncorrectable ECC|Xid|unspecified launch failure|GPU is lost|"
+        r"cudaErrorECCUncorrectable|misaligned address|CUDA_ERROR_ILLEGAL",
+        "a kernel failed on the GPU",
+        "look for Xid lines in the kernel log; without any, suspect the backend's build or version",
+        permanent=False,
+    ),
+    # JIT
+    Row(
+        "jit_compiler_missing",
+        r"(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-linux-gnu-g(?:cc|\+\+))['\"]?: (?:command )?not found|"
+        r"No such file or directory: '[^']*(?:nvcc|ninja|g\+\+|gcc|ptxas)'|Ninja is required|"
+        r"Failed to find C compiler|NVCC[^\n]{0,60}not found|Could not find nvcc|CUDA_HOME (?:environment "
+        r"variable )?is not set|"
+        r"Please specify via CC environment variable|nvcc[^\n]{0,60}(?:does not exist|is required)|"
+        r"Python\.h: No such file",
+        "kernels are compiled when the service runs, and the compiler (nvcc, ninja, gcc or the Python "
+        "headers) is missing",
+        "put CUDA_HOME and the compilers' folders into the unit's PATH, install the missing one",
+    ),
+    Row(
+        "jit_compile_failed",
+        r"Ninja build (?:failed|stopped)|ninja: build stopped|nvcc fatal|ptxas (?:fatal|error)|CompilationError|"
+        r"NVRTC_ERROR|DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
+        r"(?:Assertion|assert)[^\n]*(?:jit|compiler\.hpp)",
+        "a kernel did not compile on this host",
+        "read the compiler's first error in the lines; toolkit and torch must have one CUDA major",
+    ),
+    # communication
+    Row(
+        "nvshmem_init",
+        r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status 7|non-zero status|ERROR|abort)|"
+        r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem",
+        "NVSHMEM could not start",
+        "IBGDA needs an mlx5 NIC, nvidia_peermem and EnableStreamMemOPs/PeerMappingOverride or gdrdrv; "
+        "otherwise deepep_mode: normal inside one NVLink host",
+    ),
+    Row(
+        "rdma_device",
+        r"No (?:RDMA|IB|InfiniBand) devices? (?:found|available)|ibv_(?:open_device|create_qp|reg_mr|"
+        r"get_device_list)[^\n]*|"
+        r"Failed to (?:register memory|open (?:rdma )?device|modify QP|create (?:QP|CQ|PD))|"
+        r"libibverbs: Warning: couldn't|No available RNIC|Cannot allocate memory[^\n]*(?:mlock|reg_mr|ibv)",
+        "RDMA does not work for the service",
+        "check ibv_devinfo as the service's user, LimitMEMLOCK=infinity, and the device's name and link",
+    ),
+    Row(
+        "nccl_failed",
+        r"NCCL WARN (?!.*(?:Socket|closed by|remote process))[^\n]*|ncclSystemError|ncclInvalidUsage|"
+        r"ncclUnhandledCudaError|"
+        r"ncclInternalError|NCCL error in:|NCCL Error \d",
+        "NCCL could not set up or use the connection between ranks",
+        "set NCCL_DEBUG=INFO, check NCCL_SOCKET_IFNAME, NCCL_IB_HCA, /dev/shm, and that all ranks have one version",
+    ),
+    Row(
+        "rendezvous_failed",
+        r"DistNetworkError|(?:client socket|TCPStore)[^\n]*(?:timed out|failed to connect)|"
+        r"The server socket has failed to (?:listen|bind)|"
+        r"DistStoreError|rendezvous[^\n]*(?:timeout|timed out|fail)|failed to connect to[^\n]*dist",
+        "the ranks did not find each other",
+        "check --dist-init-addr (address and free port of rank 0), the firewall, and that every rank is started",
+        permanent=False,
+    ),
+    # model
+    Row(
+        "model_path",
+        r"Repo id must be in the form[^\n]*'(?P<path>/[^']*)'|HFValidationError[^\n]*'(?P<path2>/[^']*)'|"
+        r"(?:No such file or directory|does not exist|not a valid (?:path|folder|"
+        r"directory))[^\n]*(?:config\.json|model)|"
+        r"Can't load (?:the )?config(?:uration)? (?:of|for)[^\n]*|Unrecognized model in |"
+        r"does not appear to have a file named config\.json|Cannot find any (?:of the )?model weights|"
+        r"(?:No|Cannot find) .{0,40}(?:safetensors|weight)[^\n]*(?:files?)?[^\n]*found",
+        "the model is not where --model-path says, or is not complete",
+        "check sglang_model_path on this host: the folder, its config.json and weights, and that the "
+        "service's user may read them",
+    ),
+    Row(
+        "model_hub",
+        r"LocalEntryNotFoundError|couldn't connect to '?https?://[^\n]*|"
+        r"HTTPSConnectionPool\(host='[^']*(?:hugging|modelscope)|"
+        r"Max retries exceeded|offline mode is enabled|OfflineModeIsEnabled|"
+        r"Temporary failure in name resolution|Name or service not known",
+        "the model is a hub name, and the hub cannot be reached",
+        "use a local path for sglang_model_path, or give the service a way to the hub",
+    ),
+    Row(
+        "model_access",
+        r"GatedRepoError|RepositoryNotFoundError|401 Client Error|403 Client Error|is not a local folder and "
+        r"is not a valid model",
+        "the hub does not give this model to the service",
+        "check the model's name and the token in sglang_secrets",
+    ),
+    Row(
+        "model_unsupported",
+        r"Model architectures? \[?[^\n]{0,120} (?:are|is) not supported|Unsupported architectures?|"
+        r"does not recognize this architecture|Cannot find model module|trust_remote_code",
+        "this SGLang does not know the model's architecture",
+        "use a newer SGLang, or allow trust_remote_code if you trust the model's code",
+    ),
+    Row(
+        "weights_broken",
+        r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|incomplete metadata|invalid header|size "
+        r"mismatch for|UnpicklingError|"
+        r"Error while deserializing header",
+        "a weight file is damaged or does not belong to this model",
+        "compare the files' checksums with the source",
+    ),
+    # host
+    Row(
+        "port_taken",
+        r"error while attempting to bind on address \(?'?(?P<address>[^')\n]+)'?,? ?(?P<port>\d+)?\)?: "
+        r"address already in use|"
+        r"Address already in use|EADDRINUSE|errno 98",
+        "another process holds the port; SGLang says so only after the full load",
+        "stop the other process, or change sglang_port (and --nccl-port, --dist-init-addr, the bootstrap port)",
+    ),
+    Row(
+        "disk_full",
+        r"No space left on device|Disk quota exceeded|ENOSPC",
+        "a disk or /dev/shm is full",
+        "make room (caches, /dev/shm, the model's disk)",
+    ),
+    Row(
+        "memlock_limit",
+        r"(?:RLIMIT_MEMLOCK|memlock|locked memory)[^\n]*|mlock[^\n]*(?:Cannot allocate memory|failed)",
+        "the limit of locked memory is too low",
+        "LimitMEMLOCK=infinity in the unit (not 'unlimited')",
+    ),
+    Row(
+        "permission",
+        r"PermissionError[^\n]*|Permission denied[^\n]*|EACCES|Operation not permitted[^\n]*|Read-only file "
+        r"system[^\n]*",
+        "the service's user may not read, write or execute something it needs",
+        "give the service's user access (model, caches, /dev/nvidia*, /dev/infiniband), or correct the "
+        "unit's protections",
+    ),
+    Row(
+        "exec_failed",
+        r"Failed (?:to execute|at step EXEC)|status=203/EXEC|status=200/CHDIR|status=217/USER|status=226/NAMESPACE|"
+        r"Failed to (?:determine user credentials|set up mount namespacing|locate executable)|"
+        r"status=243/CREDENTIALS|Failed to set up credentials",
+        "systemd could not start the process at all",
+        "check the interpreter's path, the user, the folders and the credentials that the unit names",
+    ),
+    Row(
+        "oom_killed",
+        r"oom-kill|Out of memory: Killed process|OOM killer|oom_reaper|A process of this unit has been killed "
+        r"by the OOM killer",
+        "the kernel's OOM killer ended it: the host's memory (not the GPU's) was short",
+        "raise MemoryMax, lower --hicache-size, the loader's threads or the number of instances on the host",
+        permanent=False,
+    ),
+    Row(
+        "warmup_failed",
+        r"Initialization failed\. warmup error|Initialization failed\. Please see",
+        "the server's own first request failed",
+        "read the lines: the first error of the scheduler is the cause",
+        symptom=True,
+    ),
+    # what the others say about it
+    Row(
+        "watchdog_timeout",
+        r"[Ww]atchdog (?:[Tt]imeout|TimeoutError|caught)|Watchdog caught collective operation timeout|"
+        r"collective operation timeout",
+        "a step took longer than the watchdog allows: a hang, or a kernel that was still compiling",
+        "compile first (sglang.compile_deep_gemm) or raise --watchdog-timeout; if it repeats with warm "
+        "caches, look at the fabric",
+        permanent=False,
+        symptom=True,
+    ),
+    Row(
+        "peer_died",
+        r"Connection (?:closed|reset) by (?:remote )?peer|remote process exited|Broken pipe|EOFError|"
+        r"Rank \d+ scheduler (?:is dead|died)",
+        "another rank or process went away first",
+        "look at the first error of the other ranks and hosts of this instance",
+        permanent=False,
+        symptom=True,
+    ),
+    Row(
+        "scheduler_died",
+        r"Received sigquit from a child process|SIGQUIT received|Segmentation fault|Fatal Python error|core dumped|"
+        r"Aborted|SIGABRT|SIGSEGV|terminate called",
+        "a child process of SGLang died without saying why",
+        "look into the kernel log (OOM, Xid, segfault) at that time",
+        permanent=False,
+        symptom=True,
+    ),
+)
+
+_COMPILED = tuple((row, re.compile(row.pattern)) for row in CAUSES)
+
+_TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
+_EXCEPTION = re.compile(
+    r"^(?:[A-Za-z_][\w]*\.)*(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout|Failure|Refused|NotFound|Warning)|"
+    r"KeyboardInterrupt|StopIteration|[A-Z]\w+Error\w*)(?::|$|\b)"
+)
+_CHAIN = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
+_LOOKS_BAD = re.compile(
+    r"\berror\b|\bError\b|ERROR|FATAL|[Ff]atal|\bfailed\b|Failed|NCCL WARN|not found|denied|killed|Killed|"
+    r"oom-kill|aborted|Aborted|"
+    r"[Ww]atchdog|Segmentation|SIGQUIT|sigquit|terminate called|address already in use|Xid|status=2\d\d/|No space left|"
+    r"exceeds|does not match"
+)
+_FATAL_HEAD = re.compile(r"hit an exception|<frozen runpy>|Exception in (?:thread|callback)")
+# Said by SGLang or its libraries while all is well.
+_HARMLESS = re.compile(
+    r"^\s*\[--|^usage: |server_args=|kill_process_tree called|Gracefully exiting|allreduce_fusion API is not available"
+)
+
+
+class Block(NamedTuple):
+    """An error block: lines ``first`` to ``last`` (inclusive), ``text`` without prefixes; ``fatal`` by its form."""
+
+    first: int
+    last: int
+    text: str
+    traceback: bool
+    fatal: bool
+
+
+def blocks(lines: Sequence[str]) -> list[Block]:
+    """Cut clean lines into error blocks: whole chains of tracebacks, and single lines that look like an error."""
+    found: list[Block] = []
+    index = 0
+    total = len(lines)
+    while index < total:
+        text = body(lines[index])[1]
+        if _TRACEBACK.search(text):
+            block = _traceback_block(lines, index)
+            found.append(block)
+            index = block.last + 1
+            continue
+        if _EXCEPTION.match(text) and "Warning" not in text[:60]:
+            # The head of the traceback is out of the window.
+            last = index
+            while last + 1 < total and last - index < 12 and lines[last + 1][:1].isspace() and lines[last + 1].strip():
+                last += 1
+            found.append(Block(index, last, "\n".join([text, *lines[index + 1 : last + 1]]), True, False))
+            index = last + 1
+            continue
+        if text.strip() and not _HARMLESS.search(text[:300]) and _LOOKS_BAD.search(text[:1500]):
+            event = parse_line(lines[index])
+            if event is None or event["kind"] in ("fatal", "core_dump_wait", "jit"):
+                found.append(Block(index, index, text, False, False))
+        index += 1
+    return found
+
+
+def _traceback_block(lines: Sequence[str], first: int) -> Block:
+    """The chain of tracebacks that begins at ``first``; log lines of other processes in between do not end it."""
+    texts = [body(lines[first])[1]]
+    index = first + 1
+    last = first
+    inside = True
+    interleaved = 0
+    after_exception = 0
+    while index < len(lines) and index - first < 600:
+        line = lines[index]
+        rank_text = body(line)[1]
+        prefixed = rank_text is not line and rank_text != line
+        if not line.strip():
+            index += 1
+            continue
+        if _CHAIN.match(line):
+            inside, last, after_exception = True, index, 0
+            texts.append(line)
+        elif _TRACEBACK.search(rank_text) and inside and not prefixed:
+            last = index
+            texts.append(line)
+        elif _TRACEBACK.search(rank_text):
+            break
+        elif prefixed:
+            if not inside:
+                break
+            interleaved += 1
+            if interleaved > 40:
+                break
+        elif line[:1].isspace():
+            if not inside and after_exception > 20:
+                break
+            last = index
+            texts.append(line)
+        elif inside:
+            # The exception line itself; or anything else at the margin, which a broken traceback may bring.
+            last = index
+            texts.append(line)
+            if _EXCEPTION.match(line):
+                inside = False
+        elif after_exception < 20 and parse_line(line) is None:
+            # An exception's text may go on over several lines (a compiler's output).
+            after_exception += 1
+            last = index
+            texts.append(line)
+        else:
+            break
+        index += 1
+    text = "\n".join(texts)
+    return Block(first, last, text, True, bool(_FATAL_HEAD.search(text)))
+
+
+def _match(text: str) -> Optional[tuple[Row, dict[str, str]]]:
+    for row, pattern in _COMPILED:
+        match = pattern.search(text)
+        if match:
+            groups = {name: value.strip() for name, value in match.groupdict().items() if value}
+            return row, groups
+    return None
+
+
+def _fill(template: str, groups: dict[str, str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: redact(groups.get(m.group(1), "?"))[:300], template)
+
+
+def _excerpt(lines: Sequence[str], block: Block, secrets: Iterable[str]) -> list[str]:
+    """The lines around a block: what came before it, its head and its end."""
+    before = [
+        line
+        for line in lines[max(0, block.first - 30) : block.first]
+        if line.strip() and (parse_line(line) or {}).get("kind") not in ("noise", "access")
+    ][-CONTEXT_BEFORE:]
+    inside = [
+        line for line in lines[block.first : block.last + 1] if line.strip() and not set(line.strip()) <= {"^", "~"}
+    ]
+    room = MAX_SHOWN - len(before)
+    if len(inside) > room:
+        head = 3
+        inside = [*inside[:head], "[…]", *inside[-(room - head - 1) :]]
+    return [shown(line, secrets) for line in [*before, *inside]]
+
+
+def _cause(row: Row, groups: dict[str, str], lines: list[str]) -> Cause:
+    cause: Cause = {
+        "code": row.code,
+        "message": _fill(row.message, groups),
+        "mend": _fill(row.mend, groups),
+        "lines": lines,
+        "permanent": row.permanent,
+    }
+    if "path2" in groups:
+        groups.setdefault("path", groups.pop("path2"))
+    for name, value in groups.items():
+        cause[name] = redact(value)[:300]
+    if row.code == "argument_removed" and "replacement" in groups:
+        cause["replacement"] = [
+            part.strip() for part in re.split(r"\s+or\s+|,\s*", groups["replacement"]) if part.strip()
+        ]
+    return cause
+
+
+def _exception_words(text: str) -> str:
+    for line in reversed(text.splitlines()):
+        if _EXCEPTION.match(line):
+            return line
+    kept = [line for line in text.splitlines() if line.strip()]
+    return kept[-1] if kept else ""
+
+
+def find_cause(
+    lines: Iterable[str],
+    result: Optional[str] = None,
+    exit_status: Optional[int] = None,
+    secrets: Iterable[str] = (),
+) -> Cause:
+    """Why a start failed.
+
+    :param lines: the log of one start, oldest first, as it was written (manager's lines included).
+    :param result: systemd's ``Result`` of that start (``oom-kill``, ``exit-code``, ``signal``, …), when known.
+    :param exit_status: its exit status, when known.
+    :returns: ``{code, message, mend, lines, permanent}`` and what the row tells besides (``argument``, ``replacement``,
+        ``backend``, ``file``, …). ``code`` is ``unknown`` when no row knows the failure; ``lines`` then holds the first
+        error, or the last lines. Never raises.
+    """
+    kept_secrets = tuple(secrets)
+    log = [clean(str(line)) for line in lines]
+    if len(log) > MAX_LINES:
+        log = log[: MAX_LINES // 2] + log[-MAX_LINES // 2 :]
+    found = blocks(log)
+    first_symptom: Optional[tuple[Row, dict[str, str], Block]] = None
+    first_unknown: Optional[Block] = None
+    for block in found:
+        known = _match(block.text)
+        if known and not known[0].symptom:
+            if block.traceback or first_unknown is None or not first_unknown.fatal:
+                return _cause(known[0], known[1], _excerpt(log, block, kept_secrets))
+            continue
+        if known:
+            first_symptom = first_symptom or (known[0], known[1], block)
+            if not block.traceback:
+                continue
+        if block.traceback and first_unknown is None:
+            first_unknown = block
+        if block.traceback and block.fatal and not known:
+            first_unknown = block
+            break
+    if result == "oom-kill":
+        row = next(row for row in CAUSES if row.code == "oom_killed")
+        return _cause(row, {}, _tail(log, kept_secrets))
+    if first_unknown is not None:
+        words = redact(_exception_words(first_unknown.text), kept_secrets)[:300]
+        return {
+            "code": "unknown",
+            "message": f"no known cause; the first error is: {words}",
+            "mend": "read the lines; if the error is SGLang's own, its issue tracker may know it",
+            "lines": _excerpt(log, first_unknown, kept_secrets),
+            "permanent": False,
+        }
+    if first_symptom is not None:
+        row, groups, block = first_symptom
+        return _cause(row, groups, _excerpt(log, block, kept_secrets))
+    plain = [block for block in found if not block.traceback]
+    ended = ""
+    if result and result != "success":
+        ended = f" (systemd: {result}" + (f", status {exit_status})" if exit_status is not None else ")")
+    elif exit_status:
+        ended = f" (exit status {exit_status})"
+    if plain:
+        return {
+            "code": "unknown",
+            "message": f"no known cause{ended}; the first line that looks like an error: "
+            + shown(log[plain[0].first], kept_secrets),
+            "mend": "read the lines",
+            "lines": _excerpt(log, plain[0], kept_secrets),
+            "permanent": False,
+        }
+    return {
+        "code": "unknown",
+        "message": f"the log tells no error{ended}; its last lines are shown",
+        "mend": "read the lines, and the kernel log of that time",
+        "lines": _tail(log, kept_secrets),
+        "permanent": False,
+    }
+
+
+def _tail(log: Sequence[str], secrets: Iterable[str]) -> list[str]:
+    kept = [line for line in log if line.strip() and (parse_line(line) or {}).get("kind") not in ("noise", "access")]
+    return [shown(line, secrets) for line in kept[-MAX_SHOWN:]]
