@@ -214,6 +214,12 @@ CAUSES: tuple[Cause, ...] = (
         "install the nvidia-nvshmem and nvidia-nccl packages of torch's CUDA major, or give nvshmem_dir and nccl_dir",
     ),
     Cause(
+        "permission_denied",
+        r"PermissionError: \[Errno 13\]|: Permission denied$",
+        "the build's user (the owner of the venv) may not read or write something",
+        "make the source readable for that user",
+    ),
+    Cause(
         "nvlink_error",
         r"nvlink (?:error|fatal)\s*:",
         "device linking failed",
