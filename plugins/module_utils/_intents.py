@@ -451,10 +451,10 @@ def _rendezvous(value: Any, parse: Parse) -> dict[str, Any]:
         raise _Bad(f"has unknown keys {', '.join(unknown)}", "address, port, interface")
     if not value.get("address"):
         raise _Bad("has no address", "{address: 10.0.0.1, port: 20000}")
-    port = _int(value.get("port") or 20000)
-    if not 1 <= port <= 65535:
-        raise _Bad(f"port {port} is outside 1 to 65535", code="port_out_of_range")
-    result = {"address": _word(value["address"]), "port": port}
+    number = _int(value.get("port") or 20000)
+    if not 1 <= number <= 65535:
+        raise _Bad(f"port {number} is outside 1 to 65535", code="port_out_of_range")
+    result: dict[str, Any] = {"address": _word(value["address"]), "port": number}
     if value.get("interface"):
         result["interface"] = _word(value["interface"])
     return result
@@ -815,7 +815,7 @@ def _instances(variables: dict[str, Any], defaults: dict[str, Any], reader: _Rea
                 reader.problem(
                     "unknown_variable",
                     f"{where}.{key}",
-                    _shown(keys, key),
+                    _shown(keys or {}, key),
                     message,
                     hint,
                     instance=name,

@@ -1,0 +1,433 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: what no host can tell, as rows with version range and source.
+
+Evidence comes first: a row is used only where the installed SGLang's own definitions do not say it. ``sglang`` and
+``backend`` are version ranges (``_versions.within``); outside of every row the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Optional
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _versions
+
+
+class A2A(NamedTuple):
+    """A value of ``--moe-a2a-backend``: what it needs of host and arguments."""
+
+    name: str
+    library: Optional[str]  # key of probe.backends; None: nothing that the probe knows
+    sets_ep: bool  # SGLang overwrites ep_size with tp_size
+    archs: tuple[str, ...]  # SM families that it runs on; empty: not known
+    vendor: str  # cuda, hip or npu
+    nvlink: bool  # needs NVLink between the GPUs of a node
+    dispatch_env: Optional[str]  # capacity in tokens a rank
+    dispatch_default: Optional[int]
+    dispatch_maximum: Optional[int]
+    source: str
+
+
+_SPANNING = "SGLang 0.5.15.post1 and 0.5.23, argument hooks of the MoE group"
+A2A_BACKENDS: dict[str, A2A] = {
+    row.name: row
+    for row in (
+        A2A("none", None, False, (), "any", False, None, None, None, _SPANNING),
+        A2A(
+            "deepep",
+            "deep_ep",
+            True,
+            ("sm_90", "sm_100", "sm_103"),
+            "cuda",
+            True,
+            "SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            128,
+            1024,
+            "the MoE layer needs DeepGEMM (SM90, SM100 families); DeepEP's normal mode needs NVLink inside a node",
+        ),
+        A2A(
+            "deepep_v2",
+            "deep_ep",
+            True,
+            ("sm_90", "sm_100", "sm_103"),
+            "cuda",
+            True,
+            "SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            128,
+            None,
+            "SGLang 0.5.23: deep_gemm is the only runner of deepep_v2",
+        ),
+        A2A(
+            "mooncake",
+            "mooncake",
+            True,
+            ("sm_90", "sm_100", "sm_103"),
+            "cuda",
+            False,
+            "SGLANG_MOONCAKE_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            128,
+            None,
+            "seen on SM90 with peer-to-peer; the expert layer is the one of deepep",
+        ),
+        A2A(
+            "nixl",
+            "nixl",
+            True,
+            ("sm_90", "sm_100", "sm_103"),
+            "cuda",
+            False,
+            "SGLANG_NIXL_EP_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            128,
+            None,
+            "the expert layer is the one of deepep",
+        ),
+        A2A(
+            "pplx",
+            None,
+            True,
+            ("sm_90",),
+            "cuda",
+            False,
+            "SGLANG_PPLX_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            128,
+            None,
+            _SPANNING,
+        ),
+        A2A(
+            "flashinfer",
+            None,
+            True,
+            (),
+            "cuda",
+            False,
+            "SGLANG_FLASHINFER_NUM_MAX_DISPATCH_TOKENS_PER_RANK",
+            None,
+            None,
+            _SPANNING,
+        ),
+        A2A("megamoe", None, True, ("sm_100", "sm_103"), "cuda", False, None, None, None, _SPANNING),
+        A2A("flashinfer_megamoe", None, True, ("sm_100", "sm_103"), "cuda", False, None, None, None, _SPANNING),
+        A2A(
+            "mori", None, True, (), "hip", False, "SGLANG_MORI_NUM_MAX_DISPATCH_TOKENS_PER_RANK", 4096, None, _SPANNING
+        ),
+        A2A("ascend_fuseep", None, True, (), "npu", False, None, None, None, _SPANNING),
+        A2A("ascend_tp", None, False, (), "npu", False, None, None, None, _SPANNING),
+    )
+}
+# In what order "auto" looks for an all-to-all backend: the ones that are there for speed, not for elasticity.
+A2A_AUTO = ("deepep",)
+
+# --disaggregation-transfer-backend and --elastic-ep-backend: value -> key of probe.backends.
+KV_LIBRARIES = {
+    "mooncake": "mooncake",
+    "mooncake_tcp": "mooncake",
+    "nixl": "nixl",
+    "mori": None,
+    "ascend": None,
+    "fake": None,
+}
+KV_AUTO = ("mooncake", "nixl")
+ELASTIC_LIBRARIES = {"mooncake": "mooncake", "nixl": "nixl", "none": None}
+ELASTIC_AUTO = ("mooncake", "nixl")
+QP_DEPTH_DEFAULT = 1024
+
+
+class ArchRule(NamedTuple):
+    """A flag's value that only some SM families have kernels for."""
+
+    flags: tuple[str, ...]
+    values: tuple[str, ...]
+    archs: tuple[str, ...]
+    sglang: str
+    instead: str
+    source: str
+
+
+_ATTENTION = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+_RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
+ARCH_RULES = (
+    ArchRule(
+        _ATTENTION,
+        ("trtllm_mla", "cutlass_mla"),
+        ("sm_100", "sm_103"),
+        "",
+        "flashinfer or triton",
+        "sglang#24047, sglang#30272",
+    ),
+    ArchRule(
+        _ATTENTION,
+        ("trtllm_mha",),
+        ("sm_100", "sm_103"),
+        "<0.5.15.post1",
+        "flashinfer or triton",
+        "sglang#24047; SGLang 0.5.23 takes SM90 and SM120 too",
+    ),
+    ArchRule(
+        _ATTENTION,
+        ("fa3",),
+        ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90"),
+        "",
+        "flashinfer or triton",
+        "FlashAttention 3 has no SM100 and SM120 kernels",
+    ),
+    ArchRule(
+        _ATTENTION,
+        ("flashmla",),
+        ("sm_90", "sm_100", "sm_103"),
+        "",
+        "flashinfer or triton",
+        "FlashMLA's kernels are SM90 and SM100",
+    ),
+    ArchRule(
+        _RUNNERS,
+        ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm"),
+        ("sm_100", "sm_103"),
+        "",
+        "auto, triton or flashinfer_cutlass",
+        "sglang#24047, sglang#30272",
+    ),
+    ArchRule(
+        _RUNNERS,
+        ("deep_gemm",),
+        ("sm_90", "sm_100", "sm_103"),
+        "",
+        "auto, triton or cutlass",
+        "DeepGEMM has SM90 and SM100 kernels",
+    ),
+    ArchRule(
+        ("fp8_gemm_runner_backend", "fp8_gemm_backend"),
+        ("flashinfer_trtllm",),
+        ("sm_100", "sm_103"),
+        "",
+        "auto",
+        "sglang#30272",
+    ),
+    ArchRule(
+        ("fp8_gemm_runner_backend", "fp8_gemm_backend"),
+        ("deep_gemm",),
+        ("sm_90", "sm_100", "sm_103"),
+        "",
+        "auto",
+        "DeepGEMM has SM90 and SM100 kernels",
+    ),
+)
+
+
+class Rename(NamedTuple):
+    """A flag that went away: from ``sglang`` on, ``flag: value`` means ``becomes``.
+
+    ``becomes`` maps new flags to values; the word ``=`` stands for the old value, ``<dp_size>`` for the plan's size.
+    """
+
+    flag: str
+    sglang: str
+    becomes: dict[str, Any]
+    source: str
+
+
+RENAMES = (
+    Rename("enable_deepep_moe", ">=0.5.3", {"moe_a2a_backend": "deepep"}, "sglang#10770, sglang#8658"),
+    Rename("enable_ep_moe", ">=0.5.3", {"ep_size": "<tp_size>"}, "sglang#10770, sglang#8658"),
+    Rename(
+        "enable_dp_attention", ">=0.5.23", {"attn_dp_size": "<dp_size>"}, "deprecated in SGLang 0.5.23's definitions"
+    ),
+    Rename(
+        "cuda_graph_max_bs",
+        ">=0.5.15",
+        {"cuda_graph_max_bs_decode": "="},
+        "SGLang 0.5.15.post1 deprecates it; 0.5.23 calls it ambiguous",
+    ),
+    Rename("cuda_graph_bs", ">=0.5.15", {"cuda_graph_bs_decode": "="}, "SGLang 0.5.15.post1 deprecates it"),
+    Rename("enable_deepep_waterfill", ">=0.5.23", {"enable_waterfill": "="}, "SGLang 0.5.23"),
+    Rename("stream_output", ">=0.5.12", {"incremental_streaming_output": "="}, "SGLang 0.5.12 deprecates it"),
+    Rename("nsa_prefill_backend", ">=0.5.15", {"dsa_prefill_backend": "="}, "SGLang 0.5.15.post1 deprecates it"),
+    Rename("nsa_decode_backend", ">=0.5.15", {"dsa_decode_backend": "="}, "SGLang 0.5.15.post1 deprecates it"),
+    Rename(
+        "mamba_scheduler_strategy", ">=0.5.15", {"mamba_radix_cache_strategy": "="}, "SGLang 0.5.15.post1 deprecates it"
+    ),
+    Rename(
+        "speculative_dflash_draft_window_size",
+        ">=0.5.15",
+        {"speculative_draft_window_size": "="},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "enable_gdn_replayssm_spec", ">=0.5.18", {"enable_linear_replayssm_spec": "="}, "SGLang 0.5.18 deprecates it"
+    ),
+    Rename(
+        "enable_nsa_prefill_context_parallel",
+        ">=0.5.15",
+        {"enable_prefill_cp": "="},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "enable_dsa_prefill_context_parallel",
+        ">=0.5.15",
+        {"enable_prefill_cp": "="},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "enable_prefill_context_parallel", ">=0.5.15", {"enable_prefill_cp": "="}, "SGLang 0.5.15.post1 deprecates it"
+    ),
+    Rename(
+        "enable_breakable_cuda_graph",
+        ">=0.5.15",
+        {"cuda_graph_backend_prefill": "breakable"},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "disable_piecewise_cuda_graph",
+        ">=0.5.15",
+        {"cuda_graph_backend_prefill": "disabled"},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "enforce_piecewise_cuda_graph",
+        ">=0.5.15",
+        {"cuda_graph_backend_prefill": "tc_piecewise"},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "piecewise_cuda_graph_tokens", ">=0.5.15", {"cuda_graph_bs_prefill": "="}, "SGLang 0.5.15.post1 deprecates it"
+    ),
+    Rename(
+        "piecewise_cuda_graph_max_tokens",
+        ">=0.5.15",
+        {"cuda_graph_max_bs_prefill": "="},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+    Rename(
+        "piecewise_cuda_graph_compiler",
+        ">=0.5.15",
+        {"cuda_graph_tc_compiler": "="},
+        "SGLang 0.5.15.post1 deprecates it",
+    ),
+)
+# Written without their ending by everybody; argparse takes some of them as abbreviations, and calls others ambiguous.
+SHORTHANDS = {"tp": "tp_size", "dp": "dp_size", "ep": "ep_size"}
+
+
+class EnvRename(NamedTuple):
+    name: str
+    becomes: str
+    source: str
+
+
+ENV_RENAMES = (EnvRename("SGLANG_NSA_FUSE_TOPK", "SGLANG_DSA_FUSE_TOPK", "SGLang's own table of deprecated names"),)
+
+
+class Match(NamedTuple):
+    """Whether a version of a backend's distribution works with a version of SGLang for a use: seen, not guessed."""
+
+    library: str
+    use: str
+    backend: str
+    sglang: str
+    works: bool
+    because: str
+    source: str
+
+
+_SEEN = "run on two H200 with SGLang 0.5.15.post1"
+MATCHES = (
+    Match(
+        "nixl",
+        "a2a",
+        "==1.4.1",
+        "==0.5.15.*",
+        False,
+        "nixl_ep takes another type of topk_idx than SGLang passes",
+        _SEEN,
+    ),
+    Match(
+        "mooncake",
+        "a2a",
+        "==0.3.14",
+        "==0.5.15.*",
+        False,
+        "mooncake.ep has no set_host_ip and active_ranks is None",
+        _SEEN,
+    ),
+    Match(
+        "mooncake",
+        "elastic_ep",
+        "==0.3.14",
+        "==0.5.15.*",
+        False,
+        "mooncake.ep has no set_host_ip and active_ranks is None",
+        _SEEN,
+    ),
+    Match("mooncake", "a2a", ">=0.3.10.post2,<=0.3.13.post1", "==0.5.15.*", True, "mooncake.ep has set_host_ip", _SEEN),
+    Match(
+        "mooncake",
+        "elastic_ep",
+        ">=0.3.10.post2,<=0.3.13.post1",
+        "==0.5.15.*",
+        True,
+        "mooncake.ep has set_host_ip",
+        _SEEN,
+    ),
+    Match("deep_ep", "a2a", ">=1.2.1,<2", "==0.5.15.*", True, "served with DeepEP v1.2.1 in three modes", _SEEN),
+    Match(
+        "deep_ep",
+        "a2a",
+        "==0.1.2.post1",
+        "==0.5.23",
+        True,
+        "SGLang 0.5.23 requires sgl-deep-ep 0.1.2.post1",
+        "metadata of the wheel",
+    ),
+)
+
+
+class Behaviour(NamedTuple):
+    """SGLang behaves so in the versions ``holds``, does not in ``holds_not``; elsewhere it is unknown."""
+
+    holds: str
+    holds_not: str
+    source: str
+
+
+EPLB_REPLICAS_CORRUPT = Behaviour(
+    "<=0.5.15.post1", ">=0.5.23", "sglang#32962; read in the wheels of 0.5.15.post1 and 0.5.23"
+)
+DENSE_TP_MAY_BE_TP = Behaviour(">=0.5.15.post1", "<0.5.9", "read in the wheels of 0.5.15.post1 and 0.5.23")
+UNQUANTIZED_DEEPEP_NEEDS_LOW_LATENCY = Behaviour(
+    "<=0.5.15.post1", ">99", "run on two H200: 'Unquantized DeepEP MoE currently supports low_latency mode only'"
+)
+DP_IS_ATTENTION_DP = Behaviour(
+    "<0.5.21", ">=0.5.23", "--attn-dp-size in 0.5.23; before, --dp-size with --enable-dp-attention"
+)
+
+
+def holds(behaviour: Behaviour, sglang_version: Optional[str]) -> Optional[bool]:
+    """True or False where a row says so, None where nothing is known about the version."""
+    if _versions.within(sglang_version, behaviour.holds):
+        return True
+    if _versions.within(sglang_version, behaviour.holds_not):
+        return False
+    return None
+
+
+def match(library: str, use: str, backend_version: Optional[str], sglang_version: Optional[str]) -> Optional[Match]:
+    """The row about this pair of versions, or None when nobody has seen it."""
+    for row in MATCHES:
+        if row.library != library or row.use != use:
+            continue
+        if _versions.within(backend_version, row.backend) and _versions.within(sglang_version, row.sglang):
+            return row
+    return None
+
+
+def sm_family(compute_capability: Optional[str]) -> Optional[str]:
+    """``sm_120`` of ``12.0``; never derived from a marketing name."""
+    parts = (compute_capability or "").split(".")
+    if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        return None
+    return f"sm_{parts[0]}{parts[1]}"
