@@ -61,6 +61,8 @@ class Backend(NamedTuple):
     provides the module for the variants (nixl). ``pins``: ``{distribution: version}`` for where SGLang requires none.
     ``clobber_below``: below this version two variants own the same files; None means that they always do, ``""`` never.
     ``guard``: the file of SGLang that imports it unconditionally. ``archs``: cubins of the published wheel.
+    ``torch_of``: the one torch that each version of the published wheel is for. ``min_capability``: below it there is
+    nothing to build either. ``no_deps``: its dependencies must not be resolved.
     """
 
     name: str
@@ -79,6 +81,8 @@ class Backend(NamedTuple):
     guard_versions: str = ""
     archs: tuple[str, ...] = ()
     min_capability: Optional[str] = None
+    torch_of: Mapping[str, str] = {}
+    no_deps: bool = False
     buildable: bool = False
     default: bool = False
 
@@ -118,7 +122,10 @@ BACKENDS: dict[str, Backend] = {
         guard_versions="<=0.5.21",
         environment=("CUDA_HOME", "EP_NCCL_ROOT_DIR", "EP_JIT_CACHE_DIR", "EP_SUPPRESS_NCCL_CHECK", "HOME", "PATH"),
         archs=("9.0", "10.0", "10.3"),
-        min_capability="8.0",
+        # The library may import from 8.0 on; SGLang's use of it, and any build worth making, begin at 9.0.
+        min_capability="9.0",
+        torch_of={"0.1.2.post1": "2.14.1", "0.1.2": "2.13.0"},
+        no_deps=True,
         buildable=True,
     ),
     "mooncake": Backend(
@@ -208,6 +215,8 @@ BACKENDS: dict[str, Backend] = {
         },
         pins={"nixl": "1.5.1", "nixl-cu12": "1.5.1", "nixl-cu13": "1.5.1"},
         meta="nixl",
+        # The meta package requires every variant: resolving it would bring both.
+        no_deps=True,
         clobber_below="1.3.0",
         incompatible=(
             Incompatible(

@@ -18,7 +18,8 @@ from typing import Any, Optional
 
 _NAME = re.compile(r"[-_.]+")
 _READ_LIMIT = 8 << 20
-_HASH_BUDGET = 768 << 20
+_HASH_BUDGET = 512 << 20
+_HASH_FILE = 64 << 20
 
 
 def canonical(name: str) -> str:
@@ -311,13 +312,13 @@ def verify(dist: Distribution, prefix: str, hashes: bool = True, budget: int = _
             continue
         if row.size is not None and size != row.size:
             result["changed"].append(row.path)
-        elif hashes and "=" in row.digest and row.path.endswith((".py", ".so")) and size <= budget:
+        elif hashes and "=" in row.digest and row.path.endswith((".py", ".so")) and size <= min(budget, _HASH_FILE):
             budget -= size
             algorithm, _equals, expected = row.digest.partition("=")
             actual = _digest(path, algorithm)
             if actual is not None and actual != expected.rstrip("="):
                 result["changed"].append(row.path)
-        elif hashes and size > budget:
+        elif hashes and size > min(budget, _HASH_FILE):
             result["hashed"] = False
     result["ok"] = not result["missing"] and not result["changed"]
     return result

@@ -127,9 +127,9 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
     libs = []
     try:
         for name in os.listdir(os.path.join(prefix, "lib")):
-            lib = _LIB.match(name)
-            if lib:
-                libs.append((int(lib.group(1)), int(lib.group(2)), lib.group(3), name))
+            hit = _LIB.match(name)
+            if hit:
+                libs.append((int(hit.group(1)), int(hit.group(2)), hit.group(3), name))
     except OSError:
         libs = []
     if not libs:
@@ -140,7 +140,8 @@ def _describe(path: str, prefix: str, python: str, real: str, owner: dict[str, A
         there = ", ".join(sorted(lib[3] for lib in libs))
         return _problem(
             path, "not_a_venv", "venv_python_changed",
-            f"{python} is Python {version[0]}.{version[1]} now, the packages are for {there}: make the venv again.", python=python, **owner,
+            f"{python} is Python {version[0]}.{version[1]} now, the packages are for {there}: make the venv again.",
+            python=python, **owner,
         )  # fmt: skip
     lib = chosen[0]
     elf = _elf.read(real)
