@@ -244,7 +244,7 @@ def subset(
 
 
 def parse_driver_params(text: str) -> dict[str, Any]:
-    """``/proc/driver/nvidia/params`` with numbers as numbers; keys inside ``RegistryDwords`` stand beside the others."""
+    """``/proc/driver/nvidia/params``, numbers as numbers; keys inside ``RegistryDwords`` stand beside the others."""
     out: dict[str, Any] = {}
     for line in _lines(text):
         name, colon, value = line.partition(":")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import csv
 import os
 import pwd
 import re
@@ -98,8 +97,8 @@ def _rows(text: str, fields: Sequence[str]) -> list[dict[str, str]]:
     order: list[str] = list(fields)
     out: list[dict[str, str]] = []
     lines = [line for line in plain(text).split("\n") if line.strip()]
-    for row in csv.reader(lines, skipinitialspace=True, quoting=csv.QUOTE_NONE):
-        cells = [cell.strip() for cell in row]
+    for line in lines:
+        cells = [cell.strip() for cell in line.split(",")]
         bare = [re.sub(r"\s*\[[^\]]*\]$", "", cell) for cell in cells]
         if not out and _HEADER_NAMES.intersection(bare):
             order = bare
