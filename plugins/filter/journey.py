@@ -18,13 +18,15 @@ class FilterModule:
             name: getattr(_journey, name)
             for name in (
                 "accepted_instances",
+                "applied_journals",
                 "collect_probes",
                 "failure",
                 "host_work",
+                "instance_probe",
                 "plan_names",
                 "probe_calls",
-                "ready_settings",
-                "rolled_back_plans",
+                "ready_targets",
+                "restored_targets",
                 "secrets_by_instance",
                 "to_roll_back",
                 "unmended",

@@ -79,10 +79,15 @@ def collect_probes(results: Iterable[Mapping[str, Any]], intents: Mapping[str, A
     return probes
 
 
-def instance_probe(probes: Mapping[str, Any], intent: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the probe as one instance sees it: its venv's evidence with its own model and service."""
-    probe = dict(probes.get(intent.get("venv") or "", {}))
-    own = (probe.pop("instances", None) or {}).get(intent.get("instance"))
+def instance_probe(probes: Mapping[str, Any], intents: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return the probe as one instance sees it: its venv's evidence with its own model and service.
+
+    The plan of a host without a service sees the evidence of its only venv.
+    """
+    instance = (intents.get("instances") or {}).get(name)
+    venv = instance.get("venv") if instance else next(iter(intents.get("venvs") or {}), None)
+    probe = dict(probes.get(venv or "", {}))
+    own = (probe.pop("instances", None) or {}).get(name)
     for key in INSTANCE_SUBSETS:
         probe.pop(key, None)
     probe.update(own or {})
@@ -144,11 +149,6 @@ def accepted_instances(previews: Iterable[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def ready_settings(instances: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{instance: its time limits and counts}``."""
-    return {name: dict(instance.get("ready") or {}) for name, instance in instances.items()}
-
-
 def unmended(assumed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[str]:
     """Return a sentence for each remedy that was carried out and did not hold, and for each new rejection."""
     problems = []
@@ -196,11 +196,47 @@ def to_roll_back(services: Mapping[str, Any], work: Mapping[str, Any], host: str
     return back
 
 
-def rolled_back_plans(services: Mapping[str, Any], units: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the plans to wait for after a rollback: those with a last good revision, with that revision's argv."""
-    plans = {}
-    for unit in units:
-        name = unit.get("instance")
-        if name in services and unit.get("current") and unit.get("argv"):
-            plans[name] = {**services[name], "argv": list(unit["argv"])}
-    return plans
+def ready_targets(plans: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``service_ready`` needs to know of each instance, ``{instance: its options}``.
+
+    The argv is the unit's where there is one, since it also names the file that secrets are handed over in.
+    """
+    by_instance = {unit["instance"]: unit for unit in units if unit.get("instance")}
+    targets = {}
+    for name, plan in plans.items():
+        unit = by_instance.get(name) or {}
+        about = plan.get("unit") or {}
+        wait = ((intents.get("instances") or {}).get(name) or {}).get("ready") or {}
+        options = {
+            "instance": name,
+            "host": about.get("host"),
+            "port": about.get("port"),
+            "model": about.get("served_model_name") or about.get("model_path"),
+            "node_rank": about.get("node_rank") or 0,
+            "role": about.get("role"),
+            "expected_argv": list(unit.get("argv") or plan.get("argv") or []),
+            "revision": unit.get("revision"),
+            "api_key_file": unit.get("api_key_file"),
+        }
+        options.update({key: wait.get(key) for key in ("successes", "timeout", "stall_timeout", "hard_timeout")})
+        targets[name] = {key: value for key, value in options.items() if value is not None}
+    return targets
+
+
+def restored_targets(services: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the targets of the instances that went back to a revision; their argv is that revision's, not the plan's."""
+    back = {unit["instance"]: unit for unit in units if unit.get("instance") and unit.get("current")}
+    targets = ready_targets({name: plan for name, plan in services.items() if name in back}, back.values(), intents)
+    for name, target in targets.items():
+        if not back[name].get("argv"):
+            del target["expected_argv"]
+    return targets
+
+
+def applied_journals(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """Return ``{venv: journal entry}`` of what this run changed in venvs, for going back."""
+    return {
+        item["item"]["key"]: item["journal_id"]
+        for item in results
+        if item.get("changed") and item.get("journal_id") and item.get("item")
+    }

@@ -37,8 +37,8 @@ def test_each_instance_sees_its_own_model_and_service():
         {"probe": {"venv": {"state": "venv_absent"}}},
     ]
     probes = _journey.collect_probes(results, INTENTS)
-    first = _journey.instance_probe(probes, INTENTS["instances"]["a"])
-    second = _journey.instance_probe(probes, INTENTS["instances"]["b"])
+    first = _journey.instance_probe(probes, INTENTS, "a")
+    second = _journey.instance_probe(probes, INTENTS, "b")
     assert first["model"]["path"] == "/m/a" and second["model"]["path"] == "/m/b"
     assert second["backends"] == {"nixl": {}} and "instances" not in second
     assert probes["/other"]["venv"]["state"] == "venv_absent"
@@ -112,10 +112,34 @@ def test_every_member_of_an_instance_goes_back_when_one_failed():
     assert _journey.to_roll_back(services, {"start": ["own"]}, "h2", hostvars) == ["own"]
 
 
+def test_readiness_is_judged_by_the_argv_of_the_unit():
+    units = [{"instance": "a", "argv": ["p", "--config", "f"], "revision": "r1", "api_key_file": "/f"}]
+    intents = {"instances": {"a": {"ready": {"timeout": 60, "successes": 2}}}}
+    target = _journey.ready_targets({"a": plan(unit={"host": "127.0.0.1", "port": 1, "model_path": "/m"})}, units, intents)["a"]
+    assert target == {
+        "instance": "a",
+        "host": "127.0.0.1",
+        "port": 1,
+        "model": "/m",
+        "node_rank": 0,
+        "expected_argv": ["p", "--config", "f"],
+        "revision": "r1",
+        "api_key_file": "/f",
+        "successes": 2,
+        "timeout": 60,
+    }
+
+
 def test_a_rollback_is_judged_by_the_argv_it_went_back_to():
-    units = [{"instance": "a", "current": "r1", "argv": ["old"]}, {"instance": "b", "current": None}]
-    plans = _journey.rolled_back_plans({"a": plan(), "b": plan()}, units)
-    assert list(plans) == ["a"] and plans["a"]["argv"] == ["old"]
+    units = [{"instance": "a", "current": "r1", "argv": ["old"]}, {"instance": "b", "current": None}, {"instance": "c", "current": "r0"}]
+    targets = _journey.restored_targets({"a": plan(), "b": plan(), "c": plan()}, units, {})
+    assert list(targets) == ["a", "c"] and targets["a"]["expected_argv"] == ["old"]
+    assert "expected_argv" not in targets["c"]
+
+
+def test_only_what_this_run_changed_is_taken_back():
+    results = [{"changed": True, "journal_id": "j1", "item": {"key": "/v"}}, {"changed": False, "journal_id": "j0", "item": {"key": "/w"}}]
+    assert _journey.applied_journals(results) == {"/v": "j1"}
 
 
 def test_secrets_of_an_instance_win_over_the_shared_ones():
