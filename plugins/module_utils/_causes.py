@@ -133,19 +133,19 @@ CAUSES: tuple[Row, ...] = (
         "install the version of the backend that goes with this SGLang",
     ),
     Row(
+        "quantization_shape",
+        r"weight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
+        r"Marlin[^\n]*(?:not supported|shape)",
+        "the quantised blocks cannot be cut by this tensor parallel size",
+        "lower tp_size, or raise ep_size so that an expert stays whole",
+    ),
+    Row(
         "parallel_sizes",
         r"(?P<text>(?:tp_size|ep_size|dp_size|pp_size|tensor parallel size|expert parallel size)[^\n]{0,120}"
         r"(?:divisible|must be|should be|greater|at least)[^\n]*)|_compute_parallelism_ranks[\s\S]*ZeroDivisionError|"
         r"is not divisible by|are not divisible",
         "the parallel sizes do not fit together or do not fit the model",
         "check tp_size, ep_size, dp_size and pp_size of sglang_parallelism",
-    ),
-    Row(
-        "quantization_shape",
-        r"weight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
-        r"Marlin[^\n]*(?:not supported|shape)",
-        "the quantised blocks cannot be cut by this tensor parallel size",
-        "lower tp_size, or raise ep_size so that an expert stays whole",
     ),
     # host checks and libraries of the backends
     Row(
@@ -603,6 +603,28 @@ def _cause(row: Row, groups: dict[str, str], lines: list[str]) -> Cause:
     return cause
 
 
+_PROGRESS = frozenset(
+    ("dist_init_end", "weights", "weights_end", "memory_pool", "graph_capture", "engine_ready", "http_up", "served")
+)
+
+
+def _progress_by_rank(lines: Sequence[str]) -> dict[str, int]:
+    """The last line at which each rank got on with its start."""
+    last: dict[str, int] = {}
+    for index, line in enumerate(lines):
+        event = parse_line(line)
+        if event and event["kind"] in _PROGRESS:
+            last[str(event.get("rank", ""))] = index
+    return last
+
+
+def _survived(lines: Sequence[str], block: Block, progress: dict[str, int]) -> bool:
+    """The process that wrote this error went on with its start, so it did not die of it."""
+    if block.fatal or (parse_line(lines[block.first]) or {}).get("kind") == "fatal":
+        return False
+    return progress.get(body(lines[block.first])[0], -1) > block.last
+
+
 def _exception_words(text: str) -> str:
     for line in reversed(text.splitlines()):
         if _EXCEPTION.match(line):
@@ -631,21 +653,23 @@ def find_cause(
     if len(log) > MAX_LINES:
         log = log[: MAX_LINES // 2] + log[-MAX_LINES // 2 :]
     found = blocks(log)
+    progress = _progress_by_rank(log)
+    survived: Optional[tuple[Row, dict[str, str], Block]] = None
     first_symptom: Optional[tuple[Row, dict[str, str], Block]] = None
     first_unknown: Optional[Block] = None
     for block in found:
         known = _match(block.text)
         if known and not known[0].symptom:
-            if block.traceback or first_unknown is None or not first_unknown.fatal:
-                return _cause(known[0], known[1], _excerpt(log, block, kept_secrets))
-            continue
+            if _survived(log, block, progress):
+                survived = survived or (known[0], known[1], block)
+                continue
+            return _cause(known[0], known[1], _excerpt(log, block, kept_secrets))
         if known:
             first_symptom = first_symptom or (known[0], known[1], block)
-            if not block.traceback:
-                continue
+            continue
         if block.traceback and first_unknown is None:
             first_unknown = block
-        if block.traceback and block.fatal and not known:
+        if block.traceback and block.fatal:
             first_unknown = block
             break
     if result == "oom-kill":
@@ -660,8 +684,8 @@ def find_cause(
             "lines": _excerpt(log, first_unknown, kept_secrets),
             "permanent": False,
         }
-    if first_symptom is not None:
-        row, groups, block = first_symptom
+    if survived is not None or first_symptom is not None:
+        row, groups, block = survived or first_symptom  # type: ignore[misc]
         return _cause(row, groups, _excerpt(log, block, kept_secrets))
     plain = [block for block in found if not block.traceback]
     ended = ""
