@@ -12,9 +12,9 @@ fi
 started=$SECONDS
 say "Sandbox hosts: packages, image, and a real SGLang on the CPU (3.4 GB, built once into the cache)"
 python3 tests/hosts/hosts.py setup
-python3 tests/sglang_cpu/build_env.py sglang-0.5.23 gpu-b gpu-c models
+python3 tests/sglang_cpu/build_env.py sglang gpu-b gpu-c
 python3 tests/hosts/hosts.py up --prefix demo --subnet 10.90.7.0/24 \
-  gpu-a:ops:models:ip=11:env=sglang-0.5.23 gpu-b:ip=12:env=gpu-b gpu-c:ip=13:env=gpu-c
+  gpu-a:ops:models:ip=11:env=sglang gpu-b:ip=12:env=gpu-b gpu-c:ip=13:env=gpu-c
 
 say "First run: site.yml on three hosts with three faults"
 ansible-playbook -i inventories/sandbox/hosts.yml site.yml "$@"
