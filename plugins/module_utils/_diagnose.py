@@ -611,7 +611,7 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
             )
         return _manual("env_var", entry.mend)
     if code == "builder_path_baked_in":
-        values = {name: f"/var/cache/sglang/{backend.name}" for name in data.get("variables", {})}
+        values = dict.fromkeys(data.get("variables", {}), f"/var/cache/sglang/{backend.name}")
         return _remedy("env_var", entry.mend, _step("set_env", **values))
     if code in ("version_incompatible_with_sglang", "version_differs_from_pin", "api_missing"):
         if seen.outside:
@@ -649,9 +649,10 @@ def _rebuild(code: str, backend: Backend, use: str, seen: Seen, facts: Facts) ->
     if backend.buildable:
         local = [item for item in seen.installed if "+" in item.version or item.editable]
         # A published wheel for exactly this torch and these GPUs is nearer than a build.
-        if not local and code not in ("arch_mismatch", "torch_abi_mismatch", "wrong_revision") and seen.installed:
-            if not _wheel_fits(backend, facts) and not any(item.egg for item in seen.installed):
-                return remedy_replace(backend, seen, facts)
+        published = seen.installed and not local and not any(item.egg for item in seen.installed)
+        same = code not in ("arch_mismatch", "torch_abi_mismatch", "wrong_revision")
+        if published and same and not _wheel_fits(backend, facts):
+            return remedy_replace(backend, seen, facts)
         return _build(backend, facts, entry.mend)
     if code in ("extension_missing", "import_crashed", "corrupt_file", "incomplete_build"):
         return remedy_replace(backend, seen, facts)
@@ -788,12 +789,12 @@ def _packaging(backend: Backend, use_name: str, seen: Seen, facts: Facts, add: A
                 code, f"{item.name} {item.version} was built for {', '.join(item.tags)}; this venv is "
                 f"{facts.venv.get('soabi')}.", {"tags": item.tags, "venv": facts.venv.get("soabi")},
             ))  # fmt: skip
-        if item.torch_pin and _torch_release(facts):
-            if version_in(_torch_release(facts), item.torch_pin) is False:
-                add(Finding(
-                    "torch_pin_mismatch", f"{item.name} {item.version} is for torch {item.torch_pin}; the venv has "
-                    f"{torch.get('version')}.", {"needs": item.torch_pin, "has": torch.get("version")},
-                ))  # fmt: skip
+        release = _torch_release(facts)
+        if item.torch_pin and release and version_in(release, item.torch_pin) is False:
+            add(Finding(
+                "torch_pin_mismatch", f"{item.name} {item.version} is for torch {item.torch_pin}; the venv has "
+                f"{torch.get('version')}.", {"needs": item.torch_pin, "has": torch.get("version")},
+            ))  # fmt: skip
         if item.egg:
             add(Finding("egg_install", f"{item.name} {item.version} is an egg at {item.path}.", {"path": item.path}))
         elif item.editable:
@@ -830,12 +831,12 @@ def _packaging(backend: Backend, use_name: str, seen: Seen, facts: Facts, add: A
     if cpu_build and use.cuda and present:
         add(Finding("torch_is_cpu_build", f"{backend.name} {use_name} needs CUDA; torch {torch.get('version')} is a "
                     "CPU build."))  # fmt: skip
-    if backend.meta and torch.get("cuda_major") and f"cu{torch['cuda_major']}" in backend.install and variants:
-        if f"cu{torch['cuda_major']}" not in present and present & {"cu12", "cu13"}:
-            add(Finding(
-                "cuda_major_mismatch", f"{_names(variants)} is for another CUDA than torch {torch.get('version')} "
-                f"(CUDA {torch.get('cuda')}).", {"needs": sorted(present)[0][2:], "host": str(torch["cuda_major"])},
-            ))  # fmt: skip
+    right = f"cu{torch.get('cuda_major')}"
+    if backend.meta and right in backend.install and right not in present and present & {"cu12", "cu13"}:
+        add(Finding(
+            "cuda_major_mismatch", f"{_names(variants)} is for another CUDA than torch {torch.get('version')} "
+            f"(CUDA {torch.get('cuda')}).", {"needs": sorted(present)[0][2:], "host": str(torch["cuda_major"])},
+        ))  # fmt: skip
 
 
 def _extension(backend: Backend, use: Use, ext: Extension, seen: Seen, facts: Facts, add: Any) -> None:

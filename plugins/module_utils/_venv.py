@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _elf
+from ansible_collections.gpufleet.sglang.plugins.module_utils._import_child import Account
 
 _VERSION = re.compile(r"^(\d+)\.(\d+)(?:\.(\d+))?")
 _LIB = re.compile(r"^python(\d+)\.(\d+)(t?)$")
@@ -252,3 +253,14 @@ def unreadable_by(venv: dict[str, Any], uid: int, groups: Sequence[int]) -> Opti
         if denied:
             return denied
     return first_denied(os.path.realpath(venv["python"]), uid, groups, 1)
+
+
+def account_of(uid: int) -> Account:
+    """The account of a uid; one without an entry in the user database has its number for a name."""
+    try:
+        entry = pwd.getpwuid(uid)
+    except KeyError:
+        return Account(uid, uid, [], str(uid), "/")
+    ids = user_ids(entry.pw_name)
+    groups = ids[2] if ids else [entry.pw_gid]
+    return Account(uid, entry.pw_gid, groups, entry.pw_name, entry.pw_dir)
