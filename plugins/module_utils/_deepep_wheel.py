@@ -598,7 +598,8 @@ class Builder:
         if compiler:
             bins.append(os.path.dirname(compiler))
         base = self.environment({})
-        source_map = f"-ffile-prefix-map={os.path.join(work, 'src')}=deep_ep-src"
+        prefixes = {os.path.join(work, "src"): "deep_ep-src", **{root: "site-packages" for root in self.facts["site_packages"]}}
+        source_map = " ".join(f"-ffile-prefix-map={old}={new}" for old, new in prefixes.items())
         private = {
             "PATH": os.pathsep.join(dict.fromkeys([*bins, *base["PATH"].split(os.pathsep)])),
             "HOME": os.path.join(work, "home"),
@@ -611,7 +612,7 @@ class Builder:
             "GIT_CEILING_DIRECTORIES": work,
             # Neither debug information nor __FILE__ carries a path of the builder into the wheel.
             "CFLAGS": f"-g0 {source_map}",
-            "NVCC_APPEND_FLAGS": f"-Xcompiler {source_map}",
+            "NVCC_APPEND_FLAGS": " ".join(f"-Xcompiler {flag}" for flag in source_map.split()),
         }
         if self.plan["cpath"]:
             private["CPATH"] = os.pathsep.join(self.plan["cpath"])

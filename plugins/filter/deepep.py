@@ -1,0 +1,54 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Who compiles DeepEP and who copies, for the role ``deepep``."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Callable
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint
+
+
+def deepep_builds(hosts: Iterable[str], hostvars: Mapping[str, Any], artifacts_dir: str = "") -> list[dict[str, Any]]:
+    """``[{fingerprint, builder, peers, compiles}]`` from the hosts' ``deepep_info`` and the controller's wheels."""
+    manifests = glob.glob(os.path.join(artifacts_dir, "wheels", "*", "manifest.json")) if artifacts_dir else []
+    found = []
+    for host in hosts:
+        info = hostvars[host].get("deepep_info") or {}
+        found.append(
+            {
+                "host": str(host),
+                "fingerprint": info.get("fingerprint"),
+                "cached": bool(info.get("cached")),
+                "usable": bool(info.get("usable")),
+            }
+        )
+    return _fingerprint.share_builds(found, [os.path.basename(os.path.dirname(str(path))) for path in manifests])
+
+
+def deepep_builds_here(shares: Iterable[Mapping[str, Any]], host: str) -> bool:
+    """Whether ``host`` is the one that builds, or that has the wheel which its group takes."""
+    return any(share["builder"] == host for share in shares)
+
+
+def deepep_role(shares: Iterable[Mapping[str, Any]], host: str) -> str:
+    """One sentence for people: builds, has it, or copies from whom."""
+    for share in shares:
+        if share["builder"] == host:
+            return f"{'builds' if share['compiles'] else 'has'} DeepEP {share['fingerprint']} for {1 + len(share['peers'])} host(s)"
+        if host in share["peers"]:
+            origin = f"from {share['builder']}" if share["builder"] else "from the controller"
+            return f"copies DeepEP {share['fingerprint']} {origin}"
+    return "has no fingerprint: see its preflight"
+
+
+class FilterModule:
+    """The filters of this file."""
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Name → function."""
+        return {"deepep_builds": deepep_builds, "deepep_builds_here": deepep_builds_here, "deepep_role": deepep_role}
