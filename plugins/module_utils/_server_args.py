@@ -746,6 +746,8 @@ def _constructor_defaults(owner: _Class, scope: _Scope) -> dict[str, Any]:
 
 def _annotated_type(node: ast.AST) -> tuple[str, Optional[list[Any]], Optional[str]]:
     """The kind of an annotation (``str``, ``int``, ``float``, ``bool``, ``list``), its literals, its element type."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        node = ast.parse(node.value, mode="eval").body
     if isinstance(node, ast.Subscript):
         head = _last(node.value)
         inner = node.slice
@@ -968,7 +970,7 @@ def expand(server_args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _HELP_ENTRY = re.compile(r"^ {2}(-{1,2}[A-Za-z][^\n]*)$", re.MULTILINE)
-_HELP_OPTION = re.compile(r"(--?[A-Za-z][\w-]*)(?: +(?!-)([^,]*?))?(?:, (?=-)|$)")
+_HELP_OPTION = re.compile(r"(--?[A-Za-z][\w-]*)(?: +(?!-)((?:\{[^{}]*\}|[^,{}])*?))?(?:, (?=-)|$)")
 
 
 def parse_help(text: str) -> dict[str, dict[str, Any]]:
@@ -977,7 +979,7 @@ def parse_help(text: str) -> dict[str, dict[str, Any]]:
     text = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", text)
     for match in _HELP_ENTRY.finditer(text):
         # Two blanks or more end the flags and begin the text of the flag.
-        head = re.split(r" {2,}", match.group(1))[0]
+        head = re.split(r" {2,}", match.group(1))[0][:4000]
         options = _HELP_OPTION.findall(head)
         names = [name for name, dummy in options]
         if not names or "--help" in names:
@@ -1031,7 +1033,7 @@ def read_server_args(site_packages: str, version: Optional[str] = None) -> dict[
 
 
 def gather(context: Context) -> dict[str, Any]:
-    """``server_args`` of the probe: read statically, else from ``--help`` in a child of the venv's interpreter."""
+    """``server_args`` of the probe, compact: read statically, else from ``--help`` in a child of the venv's Python."""
     sglang = context.sglang or {}
     if not sglang.get("path"):
         return dict(_EMPTY, state="absent")
@@ -1049,7 +1051,7 @@ def gather(context: Context) -> dict[str, Any]:
         else:
             ending = f"no answer in {context.import_timeout:g} s" if helped.timed_out else f"rc {helped.rc}"
             result["problem"] = f"{result['problem']}; --help: {ending}"
-    return result
+    return compact(result)
 
 
 def _key(option: str) -> str:
