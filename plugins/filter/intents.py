@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 from ansible.errors import AnsibleError, AnsibleFilterError
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents, _plan_text
 from jinja2.exceptions import TemplateError
 
 
@@ -53,8 +53,22 @@ def intents(variables: Any) -> dict[str, Any]:
     return result
 
 
+def plan_text(plan: Any, host: Any = None) -> str:
+    """A plan in words; see ``_plan_text.plan_text``."""
+    if not isinstance(plan, Mapping) or "decisions" not in plan:
+        raise AnsibleFilterError("gpufleet.sglang.plan_text takes the plan that launch_plan returned")
+    return _plan_text.plan_text(_intents.plain(plan), _intents.plain(host))
+
+
+def plan_drift(plan: Any, argv: Any = None, server_info: Any = None) -> list[dict[str, Any]]:
+    """How a running service differs from its plan; see ``_plan_text.plan_drift``."""
+    if not isinstance(plan, Mapping):
+        raise AnsibleFilterError("gpufleet.sglang.plan_drift takes the plan that launch_plan returned")
+    return _plan_text.plan_drift(_intents.plain(plan), _intents.plain(argv), _intents.plain(server_info))
+
+
 class FilterModule:
-    """Filters of intents."""
+    """Filters of intents and plans."""
 
     def filters(self) -> dict[str, Any]:
-        return {"intents": intents}
+        return {"intents": intents, "plan_text": plan_text, "plan_drift": plan_drift}

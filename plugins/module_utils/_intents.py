@@ -216,6 +216,8 @@ _EPLB_KEYS = {
     "min_rebalancing_utilization_threshold": "float",
 }
 _UNSET = ("", "null", "~")
+# Facts that our own playbooks set.
+_OWN_FACTS = ("sglang_resolved",)
 
 
 def plain(value: Any) -> Any:
@@ -722,7 +724,7 @@ def _quoted(value: Any) -> str:
 def _check_names(variables: Mapping[str, Any], reader: _Reader) -> None:
     known = [variable.key for variable in VARIABLES]
     for name in variables:
-        if not isinstance(name, str) or name in BY_NAME:
+        if not isinstance(name, str) or name in BY_NAME or name in _OWN_FACTS:
             continue
         folded = name.casefold()
         prefix, _underscore, rest = folded.partition("_")

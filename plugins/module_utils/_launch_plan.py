@@ -61,7 +61,7 @@ def make_plan(
     if usable:
         _want_backends(draft, wanted or {})
     if not intent:
-        return _result(draft, wanted or {}, service=False)
+        return _result(draft, wanted or {}, service=False, unit={"venv": (probe.get("venv") or {}).get("path")})
     return _plan_service(draft, wanted or {}, usable)
 
 
@@ -148,7 +148,7 @@ def _result(
 ) -> dict[str, Any]:
     secrets = list(draft.intent.get("secrets") or [])
     return {
-        "instance": draft.intent.get("instance"),
+        "instance": draft.intent.get("instance") or "default",
         "service": service,
         "argv": list(argv),
         "env": {**draft.env, **draft.user_env} if service else {},

@@ -84,7 +84,7 @@ def _state_reason(draft: Draft, library: str, use: str) -> tuple[dict[str, Any],
     if state.get("code") and state.get("code") != found:
         text += f" ({state['code']})"
     if state.get("message"):
-        text += f": {state['message']}"
+        text += ": " + str(state["message"]).rstrip(". ")
     kind = remedy.get("kind")
     if kind in (None, "none", "driver"):
         change = summary or f"{library} made to work by hand"
@@ -208,7 +208,7 @@ def _a2a_hardware(draft: Draft, row: _rules.A2A, sizes: Sizes) -> list[Reason]:
             Reason(
                 code,
                 f"{name} has kernels for {', '.join(row.archs)}, and the GPUs are {', '.join(wrong)}",
-                "--moe-a2a-backend none on these GPUs",
+                f"GPUs of {', '.join(row.archs)}",
                 True,
             )
         )
@@ -230,7 +230,7 @@ def _a2a_hardware(draft: Draft, row: _rules.A2A, sizes: Sizes) -> list[Reason]:
                 Reason(
                     "nvlink_required_within_node",
                     f"{name} needs NVLink between all GPUs of a node, and these {how}",
-                    "--moe-a2a-backend none on these hosts",
+                    "hosts with NVLink between all GPUs",
                     True,
                 )
             )
@@ -324,16 +324,14 @@ def _one(draft: Draft, name: str, sizes: Sizes, literal: bool) -> str:
 
 def _refuse(draft: Draft, verdict: Verdict, flag: str, variable: str, instead: Optional[str]) -> None:
     for reason in verdict.reasons:
-        suggestion = f"{flag} {instead}" if instead and reason.hard else reason.change
-        if reason.hard and reason.change and reason.change not in suggestion:
-            suggestion = (
-                f"{suggestion}, or {reason.change}" if reason.code != "backend_not_in_this_sglang" else reason.change
-            )
+        suggestion = reason.change
+        if instead and reason.hard and reason.code != "backend_not_in_this_sglang":
+            suggestion = f"{flag} {instead}, or {reason.change}"
         draft.reject(
             reason.code if reason.hard else "backend_missing",
             f"{flag} {verdict.name}: {reason.text}",
             flag=flag,
-            variable=variable,
+            variable="sglang_flags" if draft.flag(flag[2:].replace("-", "_")) else variable,
             value=verdict.name,
             suggestion=suggestion,
             arch=", ".join(draft.archs()) or None,
@@ -345,6 +343,16 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
     for name in _rules.A2A_AUTO:
         verdict = judge_a2a(draft, name, sizes, keeps_ep=True)
         reasons = list(verdict.reasons)
+        method = (draft.model.get("quantization") or {}).get("method")
+        if "experts" in draft.model and method not in _rules.A2A_AUTO_METHODS:
+            reasons.append(
+                Reason(
+                    "experts_format_unverified",
+                    f"whether {name} serves {method or 'unquantised'} experts well is not known",
+                    f"ask for {name} by name",
+                    True,
+                )
+            )
         if "experts" not in draft.model:
             reasons.append(
                 Reason("model_unknown", "the model's experts are not known", f"ask for {name} by name", True)
@@ -415,7 +423,7 @@ def _fallback_text(draft: Draft, verdicts: Sequence[Verdict]) -> str:
 def _evidence(draft: Draft, verdicts: Sequence[Verdict]) -> dict[str, Any]:
     return {
         "archs": draft.archs(),
-        "fabric": draft.fabric(),
+        "fabric": {key: draft.fabric().get(key) for key in ("class", "bad_gpus")},
         "candidates": {
             verdict.name: {
                 "usable": verdict.usable,
@@ -447,6 +455,8 @@ def _taken(draft: Draft, verdict: Verdict, sizes: Sizes) -> str:
             flag="--ep-size",
             value=sizes.ep,
         )
+    if row is not None and row.sets_ep and sizes.ep != sizes.tp:
+        draft.decide("ep_size", sizes.tp, f"{verdict.name} sets it to the tp size")
     return verdict.name
 
 
@@ -732,7 +742,15 @@ def _capacity(draft: Draft, row: _rules.A2A, mode: str, sizes: Sizes, flags: dic
         ("chunked_prefill_exceeds_dispatch", prefill, "--chunked-prefill-size", chunk),
         ("running_requests_exceed_dispatch", decode, "--max-running-requests", running),
     ):
-        if tokens > capacity:
+        spread = -(-(total or 0) // sizes.tp)
+        if tokens > capacity >= spread and total == running:
+            draft.warn(
+                what,
+                f"{flag} {total} is {tokens} tokens a rank if not spread evenly, and {name} allows {capacity}",
+                flag=flag,
+                value=total,
+            )
+        elif tokens > capacity:
             raised = _round_up(tokens)
             can = maximum is None or raised <= maximum
             suggestion = f"{name}: {raised}" if can else f"{flag} {(maximum or capacity) * sizes.attn_dp}"

@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _flags, _rules
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fabric, _flags, _gpus, _rules
 
 
 class Draft:
@@ -35,6 +35,7 @@ class Draft:
         self.remedies: list[dict[str, Any]] = []
         self.assumes: list[dict[str, Any]] = []
         self.env: dict[str, str] = {}
+        self._fabric: Optional[dict[str, Any]] = None
         own = (probe.get("instances") or {}).get(intent.get("instance")) or {}
         self.model: Mapping[str, Any] = own.get("model") or probe.get("model") or {}
         sglang = probe.get("sglang") or {}
@@ -155,10 +156,8 @@ class Draft:
         """The indexes that the instance is limited to, or None for all."""
         if self.intent.get("gpus"):
             return [int(index) for index in self.intent["gpus"]]
-        visible = self.user_env.get("CUDA_VISIBLE_DEVICES", "").strip()
-        if visible and all(part.strip().isdigit() for part in visible.split(",")):
-            return [int(part) for part in visible.split(",")]
-        return None
+        devices = (self.probe.get("gpus") or {}).get("devices") or []
+        return _gpus.visible_indices(self.user_env.get("CUDA_VISIBLE_DEVICES"), devices) if devices else None
 
     def gpus(self) -> list[Mapping[str, Any]]:
         """The GPUs that the instance can use: selected, there and not lost."""
@@ -176,39 +175,26 @@ class Draft:
                 found.append(family)
         return found
 
-    def fabric(self) -> dict[str, Any]:
-        """``{class, bad_gpus}`` of the selected GPUs only: a GPU that is left out does not degrade the others."""
-        fabric = self.probe.get("fabric") or {}
-        whole = {"class": fabric.get("class") or "unknown", "bad_gpus": list(fabric.get("bad_gpus") or [])}
-        if self.gpu_indexes() is None and not any(
-            gpu.get("lost") for gpu in (self.probe.get("gpus") or {}).get("devices") or []
-        ):
-            return whole
-        indexes = [int(gpu["index"]) for gpu in self.gpus() if gpu.get("index") is not None]
-        if len(indexes) == 1:
-            return {"class": "single", "bad_gpus": []}
-        matrix: Any = fabric.get("matrix")
-        if indexes and _covers(matrix, indexes):
-            return _classify(matrix, indexes)
-        bad = [gpu for gpu in whole["bad_gpus"] if gpu in indexes]
-        if whole["class"] == "degraded_nvlink" and not bad:
-            return {"class": "nvlink_full", "bad_gpus": []}
-        if whole["class"] == "nvlink_pairs" and any(
-            set(indexes) <= set(group) for group in fabric.get("nvlink_groups") or []
-        ):
-            return {"class": "nvlink_full", "bad_gpus": []}
-        return {"class": whole["class"], "bad_gpus": bad}
+    def fabric(self) -> Mapping[str, Any]:
+        """``fabric`` of the usable GPUs only: one that is left out does not degrade the others."""
+        if self._fabric is None:
+            fabric = self.probe.get("fabric") or {}
+            self._fabric = {"class": "unknown", "bad_gpus": [], **fabric}
+            lost = any(gpu.get("lost") for gpu in (self.probe.get("gpus") or {}).get("devices") or [])
+            if (lost or self.gpu_indexes() is not None) and fabric.get("matrix"):
+                names = {int(gpu["index"]): gpu.get("name") for gpu in self.gpus() if gpu.get("index") is not None}
+                self._fabric.update(_fabric.subset(fabric, list(names), names))
+        return self._fabric
 
     def rdma_devices(self) -> Optional[list[Mapping[str, Any]]]:
         """RDMA devices with an active port; None when nobody looked."""
         rdma = (self.probe.get("fabric") or {}).get("rdma")
-        if not isinstance(rdma, Mapping):
+        if not isinstance(rdma, Mapping) or rdma.get("state") == "unknown":
             return None
         return [
             device
             for device in rdma.get("devices") or []
-            if "active" in str(device.get("state") or "").casefold()
-            and "inactive" not in str(device.get("state")).casefold()
+            if str(device.get("state") or "").casefold() in ("active", "port_active", "up")
         ]
 
     def backend(self, name: str, use: str) -> Mapping[str, Any]:
@@ -228,25 +214,3 @@ class Draft:
             if distribution.get("version"):
                 return str(distribution["version"])
         return None
-
-
-def _covers(matrix: Any, indexes: Sequence[int]) -> bool:
-    return (
-        isinstance(matrix, list)
-        and all(isinstance(row, list) for row in matrix)
-        and all(0 <= i < len(matrix) and max(indexes) < len(matrix[i]) for i in indexes)
-    )
-
-
-def _classify(matrix: Sequence[Sequence[Any]], indexes: Sequence[int]) -> dict[str, Any]:
-    links = {i: [j for j in indexes if j != i and str(matrix[i][j]).strip().upper().startswith("NV")] for i in indexes}
-    others = len(indexes) - 1
-    if all(len(peers) == others for peers in links.values()):
-        return {"class": "nvlink_full", "bad_gpus": []}
-    if not any(links.values()):
-        return {"class": "pcie_only", "bad_gpus": []}
-    lonely = [i for i in indexes if not links[i]]
-    healthy = [i for i in indexes if links[i]]
-    if lonely and len(healthy) > 2 and all(len(links[i]) == len(healthy) - 1 for i in healthy):
-        return {"class": "degraded_nvlink", "bad_gpus": lonely}
-    return {"class": "nvlink_pairs", "bad_gpus": []}

@@ -25,7 +25,7 @@ def plan_text(plan: Mapping[str, Any], host: Optional[str] = None) -> str:
         lines += ["", "Decided"]
         for row in plan["decisions"]:
             answer = "nothing" if row["answer"] is None else row["answer"]
-            lines.append(f"  {row['question']}: {answer}. {_sentence(row['because'])}")
+            lines.append(f"  {row['question']}: {answer}; {_sentence(row['because'])}")
     if plan.get("remedies"):
         lines += ["", "Mended first"]
         for row in plan["remedies"]:
@@ -62,8 +62,7 @@ def _rejection_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _sentence(text: str) -> str:
-    text = text.strip().rstrip(".")
-    return text[:1].upper() + text[1:] + "." if text else ""
+    return text.strip().rstrip(".") + "." if text else ""
 
 
 def _command_lines(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:

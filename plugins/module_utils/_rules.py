@@ -117,6 +117,7 @@ A2A_BACKENDS: dict[str, A2A] = {
 }
 # In what order "auto" looks for an all-to-all backend: the ones that are there for speed, not for elasticity.
 A2A_AUTO = ("deepep",)
+A2A_AUTO_METHODS = ("fp8",)  # expert formats that were seen served with it, on two H200
 
 # --disaggregation-transfer-backend and --elastic-ep-backend: value -> key of probe.backends.
 KV_LIBRARIES = {

@@ -1,0 +1,387 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: the gate, the waves and the builders of a run, over the plans of all its hosts (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Optional
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint
+
+
+class Unit(NamedTuple):
+    """Hosts that roll together, because instances over several hosts join them; ``names`` are their instances."""
+
+    hosts: tuple[str, ...]
+    names: tuple[tuple[str, tuple[str, ...]], ...]  # (instance, its hosts among these)
+    keys: frozenset[tuple[str, ...]]  # redundancy groups that it is a member of
+
+
+def fleet_plan(
+    hosts: Mapping[str, Mapping[str, Any]],
+    settings: Optional[Mapping[str, Any]] = None,
+    outside: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Judge the plans of a run together; returns ``fleet`` as in contracts.md, with ``message`` for people.
+
+    ``hosts`` are those of the play, in order: ``{name: {intents, plans: {instance: plan}, probe, fingerprint,
+    unreachable: bool, reason: str}}``. ``outside`` are inventory hosts that the run does not reach (``--limit``).
+    ``settings``: ``waves``, ``on_rejection`` and ``on_unreachable``. Nothing is changed, nothing raises on bad plans.
+    """
+    settings = settings or {}
+    waves = settings.get("waves") or [1, "10%"]
+    rejections: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    away = {name: str(host.get("reason") or "unreachable") for name, host in hosts.items() if host.get("unreachable")}
+    for name, reason in away.items():
+        if settings.get("on_unreachable") == "skip":
+            skipped[name] = reason
+        else:
+            rejections.append(
+                _row(name, None, "host_unreachable", f"{name} was not probed: {reason}", "sglang_on_unreachable: skip")
+            )
+    refused = []
+    for name, host in hosts.items():
+        if name in away:
+            continue
+        for instance, plan in (host.get("plans") or {}).items():
+            for row in plan.get("rejections") or []:
+                refused.append({**row, "host": name, "instance": instance})
+    members = _members(hosts)
+    refused += _membership(hosts, members, set(outside), away)
+    refused = _unique(refused)
+    units, alone = _units(hosts, members, away)
+    if settings.get("on_rejection") == "skip":
+        for row in refused:
+            skipped.setdefault(row["host"], f"plan refused: {row['code']}")
+    else:
+        rejections += refused
+    kept = []
+    for unit in units:
+        out = [name for name in unit.hosts if name in skipped]
+        if not out:
+            kept.append(unit)
+            continue
+        for name in unit.hosts:
+            skipped.setdefault(name, f"rolls together with {out[0]}, which is left out")
+    accepted = not rejections
+    cut = _cut(kept, waves) if accepted else []
+    order = [name for wave in cut for unit in wave for name in unit.hosts]
+    fleet = {
+        "accepted": accepted,
+        "rejections": rejections,
+        "refused": refused,
+        "skipped": [{"host": name, "reason": skipped[name]} for name in hosts if name in skipped],
+        "waves": [[{"instance": name, "hosts": list(on)} for unit in wave for name, on in unit.names] for wave in cut],
+        "serial": [sum(len(unit.hosts) for unit in wave) for wave in cut],
+        "order": order,
+        "idle": alone,
+        "builders": builders(
+            {name: hosts[name] for name in (order or hosts) if name not in away and name not in skipped}
+        ),
+    }
+    fleet["message"] = fleet_text(fleet)
+    return fleet
+
+
+def _row(host: str, instance: Optional[str], code: str, message: str, suggestion: str, **more: Any) -> dict[str, Any]:
+    return {
+        "host": host,
+        "instance": instance,
+        "code": code,
+        "message": message,
+        "flag": None,
+        "variable": None,
+        "value": None,
+        "numbers": {},
+        "suggestion": suggestion,
+        **more,
+    }
+
+
+def _unique(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    # A problem of the host stands in the plan of each of its instances: once is enough.
+    seen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        seen.setdefault((row["host"], row["code"], row["message"]), row)
+    return list(seen.values())
+
+
+def _intents_of(host: Mapping[str, Any]) -> Mapping[str, Any]:
+    instances = (host.get("intents") or {}).get("instances") or {}
+    return instances if isinstance(instances, Mapping) else {}
+
+
+def _members(
+    hosts: Mapping[str, Mapping[str, Any]], away: Mapping[str, str]
+) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """``{(instance, its hosts): [hosts of the play that have it]}`` of the instances over several hosts."""
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for name, host in hosts.items():
+        for instance, intent in _intents_of(host).items():
+            wanted = tuple(intent.get("hosts") or ())
+            if len(wanted) > 1:
+                found.setdefault((instance, wanted), []).append(name)
+    return found
+
+
+def _membership(
+    hosts: Mapping[str, Mapping[str, Any]],
+    members: Mapping[tuple[str, tuple[str, ...]], Sequence[str]],
+    outside: set[str],
+    away: Mapping[str, str],
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for (instance, wanted), having in members.items():
+        where = ", ".join(wanted)
+        limited = [name for name in wanted if name not in hosts and name in outside]
+        unknown = [name for name in wanted if name not in hosts and name not in outside]
+        without = [name for name in wanted if name in hosts and name not in having and name not in away]
+        for name in having:
+            if limited:
+                rows.append(
+                    _row(
+                        name,
+                        instance,
+                        "limit_covers_part_of_instance",
+                        f"instance {instance} is over {where}, and the limit leaves out {', '.join(limited)}",
+                        f"--limit {','.join(wanted)}, or no limit",
+                        variable="sglang_hosts",
+                        value=list(wanted),
+                    )
+                )
+            if unknown:
+                rows.append(
+                    _row(
+                        name,
+                        instance,
+                        "instance_host_unknown",
+                        f"instance {instance} names {', '.join(unknown)}, which the group does not have",
+                        "names of hosts as in the inventory",
+                        variable="sglang_hosts",
+                        value=list(wanted),
+                    )
+                )
+            if without:
+                rows.append(
+                    _row(
+                        name,
+                        instance,
+                        "instance_hosts_disagree",
+                        f"instance {instance} names {', '.join(without)}, where it is not defined with the same hosts",
+                        "define the instance in a group that has all its hosts",
+                        variable="sglang_hosts",
+                        value=list(wanted),
+                    )
+                )
+        rows += _ranks(hosts, instance, [name for name in wanted if name in having and name not in away])
+    return rows
+
+
+def _ranks(hosts: Mapping[str, Mapping[str, Any]], instance: str, having: Sequence[str]) -> list[dict[str, Any]]:
+    """Ranks of one instance whose plans do not fit together."""
+    plans = [(name, (hosts[name].get("plans") or {}).get(instance)) for name in having]
+    known = [(name, plan) for name, plan in plans if plan]
+    rows = []
+    for name, plan in known[1:]:
+        first, leader = known[0]
+        ours = {key: value for key, value in (plan.get("effective") or {}).items() if key != "node_rank"}
+        theirs = {key: value for key, value in (leader.get("effective") or {}).items() if key != "node_rank"}
+        differing = sorted(key for key in set(ours) | set(theirs) if ours.get(key) != theirs.get(key))
+        if (plan.get("unit") or {}).get("rendezvous") != (leader.get("unit") or {}).get("rendezvous"):
+            differing.append("rendezvous")
+        if differing:
+            told = ", ".join(f"{key} {theirs.get(key)} there and {ours.get(key)} here" for key in differing)
+            rows.append(
+                _row(
+                    name,
+                    instance,
+                    "ranks_disagree",
+                    f"{name} and {first} are ranks of instance {instance} and differ: {told}",
+                    "the same variables, GPUs and packages on all hosts of the instance",
+                    numbers={key: [theirs.get(key), ours.get(key)] for key in differing},
+                )
+            )
+    return rows
+
+
+def _units(
+    hosts: Mapping[str, Mapping[str, Any]],
+    members: Mapping[tuple[str, tuple[str, ...]], Sequence[str]],
+    away: Mapping[str, str],
+) -> tuple[list[Unit], list[str]]:
+    """Units in the order of the play, and hosts without anything to roll."""
+    root = {name: name for name in hosts}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            root[name] = root[root[name]]
+            name = root[name]
+        return name
+
+    ranks: dict[str, tuple[int, ...]] = {}
+    place = {name: position for position, name in enumerate(hosts)}
+    for (_instance, wanted), having in members.items():
+        group = [name for name in wanted if name in hosts]
+        for position, name in enumerate(group):
+            ranks[name] = (place[group[0]], position)
+            root[find(name)] = find(group[0])
+        del having
+    grouped: dict[str, list[str]] = {}
+    for name in hosts:
+        grouped.setdefault(find(name), []).append(name)
+    units = []
+    alone = []
+    for names in grouped.values():
+        names.sort(key=lambda name: ranks.get(name, (place[name], 0)))
+        has: dict[str, list[str]] = {}
+        keys: set[tuple[str, ...]] = set()
+        for name in names:
+            instances = _intents_of(hosts[name])
+            for instance, intent in instances.items():
+                has.setdefault(instance, []).append(name)
+                keys |= _keys(instance, intent)
+            if not instances and name not in away:
+                plans = hosts[name].get("plans") or {}
+                if any(plan.get("remedies") or plan.get("rejections") for plan in plans.values()):
+                    has.setdefault("default", []).append(name)
+                else:
+                    alone.append(name)
+        if not has and all(name in alone for name in names):
+            continue
+        units.append(Unit(tuple(names), tuple((name, tuple(on)) for name, on in has.items()), frozenset(keys)))
+    return units, alone
+
+
+def _keys(instance: str, intent: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """Redundancy groups of an instance: a wave never takes all members of one that has several."""
+    group = str(intent.get("replica_group") or "")
+    keys: set[tuple[str, ...]] = set()
+    if intent.get("failure_domain"):
+        keys.add(("domain", group or instance, str(intent["failure_domain"])))
+    if intent.get("role"):
+        keys.add(("role", group, str(intent["role"])))
+    elif group:
+        keys.add(("group", group))
+    return keys
+
+
+def _size(size: Any, total: int) -> int:
+    if isinstance(size, str) and size.endswith("%"):
+        return max(1, int(total * float(size[:-1]) / 100))
+    return max(1, int(size))
+
+
+def _cut(units: Sequence[Unit], waves: Sequence[Any]) -> list[list[Unit]]:
+    total = len(units)
+    all_of: dict[tuple[str, ...], int] = {}
+    for unit in units:
+        for key in unit.keys:
+            all_of[key] = all_of.get(key, 0) + 1
+    cut: list[list[Unit]] = []
+    waiting = list(units)
+    while waiting:
+        size = _size(waves[min(len(cut), len(waves) - 1)], total)
+        wave: list[Unit] = []
+        later: list[Unit] = []
+        taken: dict[tuple[str, ...], int] = {}
+        for unit in waiting:
+            if len(wave) == size:
+                later.append(unit)
+                continue
+            whole = [key for key in unit.keys if all_of[key] > 1 and taken.get(key, 0) + 1 >= all_of[key]]
+            if wave and whole:
+                later.append(unit)
+                continue
+            wave.append(unit)
+            for key in unit.keys:
+                taken[key] = taken.get(key, 0) + 1
+        cut.append(wave)
+        waiting = later
+    return cut
+
+
+def builders(hosts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One builder a fingerprint, of the hosts whose plan has a build among its required remedies."""
+    wanted = []
+    for name, host in hosts.items():
+        steps = [
+            step
+            for plan in (host.get("plans") or {}).values()
+            for remedy in plan.get("remedies") or []
+            if remedy.get("required")
+            for step in remedy.get("steps") or []
+        ]
+        if any(step.get("action") == "build" for step in steps):
+            wanted.append({"host": name, "fingerprint": host.get("fingerprint") or provisional_fingerprint(host)})
+    return _fingerprint.share_builds(wanted)
+
+
+def provisional_fingerprint(host: Mapping[str, Any]) -> str:
+    """The fingerprint as far as a probe tells it; the build role replaces it with the one of the real build."""
+    probe = host.get("probe") or {}
+    settings = (host.get("intents") or {}).get("settings") or {}
+    venv, torch = probe.get("venv") or {}, probe.get("torch") or {}
+    toolkits = probe.get("toolkits") or {}
+    best: Mapping[str, Any] = next(
+        (kit for kit in toolkits.get("toolkits") or [] if kit.get("path") == toolkits.get("best")), {}
+    )
+    version = str(venv.get("python_version") or "").split(".")
+    devices = (probe.get("gpus") or {}).get("devices") or []
+    return _fingerprint.fingerprint(
+        {
+            "revision": settings.get("deepep_revision"),
+            "python_tag": "cp" + "".join(version[:2]) if len(version) > 1 else None,
+            "torch": torch.get("version"),
+            "torch_cuda": torch.get("cuda"),
+            "toolkit": best.get("version"),
+            "archs": settings.get("deepep_archs")
+            or [gpu["compute_capability"] for gpu in devices if gpu.get("compute_capability")],
+            "machine": venv.get("machine"),
+            "libc": venv.get("libc"),
+        }
+    )
+
+
+def fleet_text(fleet: Mapping[str, Any]) -> str:
+    """What the run will do, or every reason why it does nothing, with host, variable, value and remedy."""
+    lines = []
+    if not fleet["accepted"]:
+        rows = fleet["rejections"]
+        names = list(dict.fromkeys(row["host"] for row in rows))
+        lines.append(f"Nothing is changed: {len(rows)} reasons on {len(names)} hosts.")
+        # Equal reasons on many hosts are one line: a fleet with one misspelt variable must stay readable.
+        same: dict[tuple[Any, ...], list[str]] = {}
+        for row in rows:
+            same.setdefault(_told(row), []).append(row["host"])
+        for (text, suggestion), on in same.items():
+            lines.append(f"  {_shortened(on)}: {text}")
+            if suggestion:
+                lines.append(f"    instead: {suggestion}")
+    else:
+        sizes = ", ".join(str(len(wave)) for wave in fleet["waves"][:8]) + (", …" if len(fleet["waves"]) > 8 else "")
+        lines.append(f"{len(fleet['order'])} hosts in {len(fleet['waves'])} waves (instances: {sizes or 'none'}).")
+    if fleet["skipped"]:
+        lines.append(f"Left out: {len(fleet['skipped'])} hosts.")
+        why: dict[str, list[str]] = {}
+        for row in fleet["skipped"]:
+            why.setdefault(row["reason"], []).append(row["host"])
+        lines += [f"  {_shortened(on)}: {reason}" for reason, on in why.items()]
+    for row in fleet["builders"]:
+        lines.append(f"DeepEP {row['fingerprint']} is built on {row['builder']} for {len(row['peers']) + 1} hosts.")
+    return "\n".join(lines)
+
+
+def _told(row: Mapping[str, Any]) -> tuple[str, Optional[str]]:
+    text = f"{row['message']} [{row['code']}]"
+    about = row.get("variable") or row.get("flag")
+    if about and str(about) not in str(row["message"]):
+        text += f" ({about}{'' if row.get('value') is None else '=' + str(row['value'])})"
+    return text, row.get("suggestion")
+
+
+def _shortened(names: Sequence[str]) -> str:
+    shown = list(dict.fromkeys(names))
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")
