@@ -26,7 +26,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _drop, _journal, _lockfile, _packages
-from ansible_collections.gpufleet.sglang.plugins.module_utils._run import RunResult
+from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run, RunResult
 
 STATE_DIR = "/var/lib/gpufleet-sglang/journal"
 _OWN = ".gpufleet-sglang"
@@ -333,13 +333,18 @@ def end_leftovers(folder: str, proc: str = "/proc") -> list[int]:
 class SystemPackages:
     """apt and dnf behind one face. Raises Failure when a command fails."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, run: Optional[Run] = None) -> None:
         self.timeout = timeout
+        self._runner = run or self._as_ourselves
 
-    def _run(self, argv: Sequence[str], timeout: Optional[float] = None) -> RunResult:
+    @staticmethod
+    def _as_ourselves(argv: Sequence[str], timeout: float) -> RunResult:
         me = _drop.current()
         env = _drop.environment(me, extra={"DEBIAN_FRONTEND": "noninteractive", "APT_LISTCHANGES_FRONTEND": "none"})
-        return _drop.run_as(me, argv, timeout or self.timeout, env)
+        return _drop.run_as(me, argv, timeout, env)
+
+    def _run(self, argv: Sequence[str], timeout: Optional[float] = None) -> RunResult:
+        return self._runner(argv, timeout or self.timeout)
 
     @staticmethod
     def manager(wanted: Optional[str]) -> Optional[str]:

@@ -368,10 +368,16 @@ def explain(stdout: str, stderr: str, timed_out: bool = False, wheelhouse: Optio
     errors = [line for line in lines if re.match(r"(ERROR|E|Error|error|fatal error)\s*:", line)]
     broken = [line for line in lines if _NETWORK.search(line)]
     first = (errors or broken or lines or ["no output"])[0]
+    if "conflicting dependencies" in first and "The conflict is caused by:" in lines:
+        start = lines.index("The conflict is caused by:") + 1
+        reasons = [line for line in lines[start : start + 4] if re.search(r"depends on|requested|requires", line)]
+        first = f"{first} {'; '.join(reasons)}"
     if timed_out:
         return Problem(redact(first)[:500], "it ran out of time: " + (_WHEELHOUSE if broken else "raise timeout"))
     if broken and not wheelhouse and re.search(r"Could not find a version|No matching|Could not install", first):
         first = broken[0]
+    if "(from versions: none)" in first and not broken and not wheelhouse:
+        return Problem(redact(first)[:500], f"the index has it in no version; if it is out of reach: {_WHEELHOUSE}")
     for pattern, mend in _MENDS:
         if pattern.search(first) or (pattern is _NETWORK and broken and not wheelhouse):
             if wheelhouse and mend.startswith("the index has"):

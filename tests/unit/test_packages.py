@@ -190,6 +190,13 @@ def test_wheel_targets():
             "subprocess-exited",
             "",
         ),
+        (
+            "ERROR: Cannot install greedy==1 because these package versions have conflicting dependencies.\n\n"
+            "The conflict is caused by:\n    greedy 1 depends on torch==2.15.0\n"
+            "    The user requested (constraint) torch<=2.14.1\n\nTo fix this you could try to:\n1. loosen",
+            "greedy 1 depends on torch==2.15.0; The user requested (constraint) torch<=2.14.1",
+            "",
+        ),
         ("", "no output", ""),
     ],
 )
