@@ -72,7 +72,10 @@ class Extension:
 
 @dataclass
 class Facts:
-    """What holds for the host and the venv, for every backend."""
+    """What holds for the host and the venv, for every backend.
+
+    ``venv_cuda`` are the CUDA majors whose runtime is in the venv, ``cuda_majors`` those or else the host's.
+    """
 
     venv: Mapping[str, Any]
     torch: Mapping[str, Any]
@@ -81,6 +84,7 @@ class Facts:
     capabilities: Sequence[str] = ()
     gpu_nodes: Optional[bool] = None
     cuda_majors: Sequence[int] = ()
+    venv_cuda: Sequence[int] = ()
     best_toolkit: Optional[str] = None
     nccl_root: Optional[str] = None
     guard: Optional[str] = None
@@ -108,7 +112,6 @@ class Seen:
     other_ucx: Optional[str] = None
     baked: dict[str, str] = field(default_factory=dict)
     revision: Optional[str] = None
-    searched: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -313,7 +316,7 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
         kind, text = str(item.get("type", "")), str(item.get("message", ""))
         bases = item.get("bases") or []
         frames = item.get("frames") or []
-        data = {"exception": kind, "text": text[:600]}
+        data: dict[str, Any] = {"text": text[:600]}
         if kind == "FileNotFoundError" and "(deleted)" in text + str(item.get("filename", "")):
             return Finding("deleted_mapping", text, data)
         hit = classify_text(text)
@@ -330,7 +333,7 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
     if missing is not None:
         return missing
     kind, text = str(error.get("type", "")), str(error.get("message", ""))
-    data = {"exception": kind, "text": text[:600]}
+    data = {"text": text[:600]}
     if "AssertionError" in (error.get("bases") or []):
         return Finding("assertion_at_import", f"AssertionError: {text}", data)
     if "partially initialized module" in text or "circular import" in text:
@@ -355,10 +358,11 @@ def _missing_module(name: str, text: str, data: dict[str, Any], backend: Backend
     return Finding("dependency_missing", text, data)
 
 
-def variant_for(torch: Mapping[str, Any], backend: Backend, cuda_majors: Sequence[int] = ()) -> Optional[str]:
+def variant_for(torch: Mapping[str, Any], backend: Backend, venv_cuda: Sequence[int] = ()) -> Optional[str]:
     """The variant of a backend that fits the venv's torch, or None where nothing says which.
 
-    ``any`` for backends that have one variant only. Without torch, the one CUDA major that the venv or host has.
+    ``any`` for backends that have one variant only. Without torch, the one CUDA major whose runtime the venv has: the
+    host's toolkit and driver say nothing about it.
     """
     variants = set(backend.install)
     if variants == {"any"}:
@@ -370,7 +374,7 @@ def variant_for(torch: Mapping[str, Any], backend: Backend, cuda_majors: Sequenc
         if torch.get("hip"):
             return "rocm" if "rocm" in variants else None
         return "non-cuda" if "non-cuda" in variants else None
-    majors = sorted(set(cuda_majors))
+    majors = sorted(set(venv_cuda))
     if len(majors) == 1 and f"cu{majors[0]}" in variants:
         return f"cu{majors[0]}"
     return None
@@ -457,7 +461,7 @@ def _wheel_fits(backend: Backend, facts: Facts) -> Optional[str]:
 
 def remedy_install(backend: Backend, facts: Facts) -> dict[str, Any]:
     """The mend for a backend that is not there."""
-    variant = variant_for(facts.torch, backend, facts.cuda_majors)
+    variant = variant_for(facts.torch, backend, facts.venv_cuda)
     unsupported = unsupported_gpus(backend, facts)
     if unsupported:
         return _manual(
@@ -487,7 +491,7 @@ def _variant_name(backend: Backend, variant: Optional[str]) -> Optional[str]:
 
 def remedy_replace(backend: Backend, seen: Seen, facts: Facts, specifier: str = "") -> dict[str, Any]:
     """Uninstalls every owner and installs the right variant with --force-reinstall --no-deps."""
-    variant = variant_for(facts.torch, backend, facts.cuda_majors)
+    variant = variant_for(facts.torch, backend, facts.venv_cuda)
     present = [item for item in seen.installed if item.variant != "meta"]
     if any(item.egg for item in seen.installed):
         return _manual("none", "It is an egg, which pip cannot remove: remove it by hand and install a wheel.")
@@ -572,7 +576,7 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         return _meta_remedy(backend, seen, facts)
     if code == "meta_without_backend":
         version = next((item.version for item in seen.installed if item.variant == "meta"), None)
-        name = _variant_name(backend, variant_for(facts.torch, backend, facts.cuda_majors))
+        name = _variant_name(backend, variant_for(facts.torch, backend, facts.venv_cuda))
         if name is None:
             return _manual("none", entry.mend)
         wanted = f"{name}=={version or backend.pins.get(name)}"
@@ -619,11 +623,11 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         return remedy_replace(backend, seen, facts, str(data.get("good", "")))
     if code == "dependency_missing":
         return _dependency_remedy(str(data.get("name", "")))
-    if code == "wrong_vendor_variant" and variant_for(facts.torch, backend, facts.cuda_majors) is None:
+    if code == "wrong_vendor_variant" and variant_for(facts.torch, backend, facts.venv_cuda) is None:
         return _manual("none", entry.mend)
     if code == "torch_pin_mismatch" and backend.buildable and _wheel_fits(backend, facts):
         return _build(backend, facts, f"Build {backend.name} for torch {_torch_release(facts)}.")
-    if code == "cuda_major_mismatch" and variant_for(facts.torch, backend, facts.cuda_majors) is None:
+    if code == "cuda_major_mismatch" and variant_for(facts.torch, backend, facts.venv_cuda) is None:
         if backend.buildable:
             return _build(backend, facts, f"Build {backend.name} for CUDA {facts.torch.get('cuda')}.")
         return _manual("none", "No published variant fits this torch's CUDA.")
@@ -660,7 +664,7 @@ def _rebuild(code: str, backend: Backend, use: str, seen: Seen, facts: Facts) ->
 
 
 def _meta_remedy(backend: Backend, seen: Seen, facts: Facts) -> dict[str, Any]:
-    variant = variant_for(facts.torch, backend, facts.cuda_majors)
+    variant = variant_for(facts.torch, backend, facts.venv_cuda)
     right = _variant_name(backend, variant)
     there = [item for item in seen.installed if item.variant != "meta"]
     same = [item for item in there if right is None or canonical(item.name) == right] or there
@@ -1013,7 +1017,7 @@ def import_finding(backend: Backend, use_name: str, outcome: Outcome) -> Optiona
             if failed.get("type") == "ModuleNotFoundError" and failed.get("name") == "torch":
                 return Finding("torch_absent", str(failed.get("message")), {})
             if failed.get("message") == error.get("message") or finding.code == "torch_absent":
-                return Finding("torch_broken", f"torch: {failed.get('message')}", {"exception": failed.get("type")})
+                return Finding("torch_broken", f"torch: {failed.get('message')}", {"torch_error": failed.get("type")})
         return finding
     if outcome.outcome == "signal":
         return Finding("import_crashed", f"The import died by {outcome.signal}.", {
@@ -1045,11 +1049,13 @@ def merge(static: Sequence[Finding], outcome: Optional[Outcome], imported: Optio
         return finding
     if imported.code == "not_probed":
         return first or imported
+    if imported.code == "import_crashed" and first is not None and first.code == "corrupt_file":
+        return Finding(first.code, first.message, {**imported.data, **first.data})
     if imported.code in _SELF_EVIDENT:
         return imported
     for finding in static:
         if finding.code in _EXPLAINS and finding.code != imported.code:
-            data = {**finding.data, "import": imported.message[:600]}
+            data = {**finding.data, "import_error": imported.message[:600]}
             # What a use looks like while its files are right is no longer enough once the import has failed.
             state = "broken" if finding.verdict in ("ok", "suspect") else None
             return Finding(finding.code, finding.message, data, state)
@@ -1060,7 +1066,7 @@ def merge(static: Sequence[Finding], outcome: Optional[Outcome], imported: Optio
         for finding in static:
             if finding.code in ("torch_pin_mismatch", "file_owned_by_two_distributions", "files_changed",
                                 "install_interrupted"):  # fmt: skip
-                data = {**finding.data, "import": imported.message[:600]}
+                data = {**finding.data, "import_error": imported.message[:600]}
                 if imported.code == "torch_abi_mismatch":
                     return Finding(imported.code, imported.message, {**data, **imported.data})
                 return Finding(finding.code, finding.message, data, "broken")
@@ -1117,7 +1123,7 @@ def _check_cudart(finding: Finding, facts: Facts) -> Finding:
 
 
 def _evidence(seen: Seen, outcome: Optional[Outcome], static: Sequence[Finding]) -> dict[str, Any]:
-    evidence: dict[str, Any] = {"origin": seen.origin, "searched": seen.searched}
+    evidence: dict[str, Any] = {"origin": seen.origin} if seen.origin else {}
     files = [ext.path for ext in seen.extensions if ext.path]
     if files:
         evidence["extensions"] = files
@@ -1155,10 +1161,8 @@ def fatal_for_service(outcome: Optional[Outcome], guard: Optional[str]) -> bool:
     """
     if outcome is None or guard is None or outcome.outcome in ("ok", "not_started", "torch"):
         return False
-    if outcome.outcome == "error":
-        bases = (outcome.error or {}).get("bases") or []
-        return guard not in bases and not (guard == "Exception" and "Exception" in bases)
-    return True
+    bases = (outcome.error or {}).get("bases") or []
+    return guard not in bases
 
 
 def decide_backend(

@@ -261,17 +261,20 @@ class Gatherer:
                     found.append(os.path.join(base, name))
         return found
 
-    def cuda_majors(self) -> list[int]:
-        """CUDA majors whose runtime is in the venv, else on the host."""
+    def venv_cuda(self) -> list[int]:
+        """CUDA majors whose runtime is in the venv."""
         found = set()
         for folder in self.nvidia_libraries("libcudart.so."):
             for name in os.listdir(os.path.join(folder, "lib")):
                 major = diagnose.cudart_major(name)
                 if major:
                     found.add(major)
-        if not found:
-            found = {m for m in (diagnose.cudart_major(name) for name in self.loader.cache) if m}
         return sorted(found)
+
+    def cuda_majors(self) -> list[int]:
+        """CUDA majors whose runtime is in the venv, else on the host."""
+        host = (diagnose.cudart_major(name) for name in self.loader.cache)
+        return self.venv_cuda() or sorted({major for major in host if major})
 
     def nccl_root(self) -> Optional[str]:
         """A prefix with NCCL in it: the venv's own, else the system's."""
@@ -705,7 +708,7 @@ def gather_backends(
     toolkits = context.results.get("toolkits")
     facts = diagnose.Facts(
         context.venv, {**context.torch, "requires": _torch_requires(paths)}, context.sglang, os_family, capabilities,
-        gatherer.gpu_nodes(), gatherer.cuda_majors(),
+        gatherer.gpu_nodes(), gatherer.cuda_majors(), gatherer.venv_cuda(),
         toolkits.get("best") if isinstance(toolkits, Mapping) else None, gatherer.nccl_root(),
         environment=context.environment,
     )  # fmt: skip

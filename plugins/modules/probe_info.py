@@ -62,12 +62,14 @@ options:
     default: 20
   backends:
     description:
-      - The backends to look at, by default V(deep_ep), V(mooncake) and V(nixl). V(mori) and V(flashinfer) are known too.
+      - The backends to look at, by default V(deep_ep), V(mooncake) and V(nixl). V(mori) and V(flashinfer) are known
+        too.
       - Those named in O(wanted) are always looked at.
     type: list
     elements: str
   wanted:
-    description: What each backend is wanted for, C({mooncake: [kv_transfer]}). The worst of these is the backend's state.
+    description:
+      - What each backend is wanted for, C({mooncake: [kv_transfer]}). The worst of these is the backend's state.
     type: dict
     default: {}
   revisions:

@@ -96,9 +96,7 @@ class So:
         headers_at = (end + len(section_names) + 7) & ~7
         out = bytearray(headers_at + 3 * 64)
         header = b"\x7fELF\x02\x01\x01" + bytes(9)
-        header += struct.pack(
-            "<HHIQQQIHHHHHH", 3, MACHINES[self.machine], 1, 0, 64, headers_at, 0, 64, 56, 3, 64, 3, 2
-        )
+        header += struct.pack("<HHIQQQIHHHHHH", 3, MACHINES[self.machine], 1, 0, 64, headers_at, 0, 64, 56, 3, 64, 3, 2)
         dynamic = b"".join(struct.pack("<QQ", tag, value) for tag, value in tags)
         segments = struct.pack("<IIQQQQQQ", 1, 7, 0, 0, 0, end, end, 4096)
         segments += struct.pack("<IIQQQQQQ", 2, 6, *[place["dyn"]] * 3, len(dynamic), len(dynamic), 8)
