@@ -297,6 +297,7 @@ def _take_probe(memory: Memory, probe: Mapping[str, Any], settings: Settings) ->
     if probe.get("ok"):
         memory["streak"] += 1
         memory["misses"] = {}
+        memory["ever_ok"] = True
         if kind in GENERATIONS:
             memory["generations"] = [*memory["generations"], kind]
             memory["ever_served"] = True
@@ -535,7 +536,8 @@ def _miss_words(memory: Mapping[str, Any]) -> str:
 def _state_now(memory: Memory, seen: Observation, now: float) -> tuple[str, str]:
     """The state of a service that is neither ready nor dead, and its progress in words."""
     counted = memory.get("counted_at")
-    working = counted is not None and now - float(counted) <= 60.0
+    # Before the first success the only work is the server's own warm-up.
+    working = memory.get("ever_ok") and counted is not None and now - float(counted) <= 60.0
     listening = seen.get("listener") is not None
     flight = seen.get("in_flight") or {}
     if memory["streak"]:

@@ -263,7 +263,7 @@ def new_carry(now: float) -> Carry:
         "probe_after": 0.0,
         "ids": [],
         "facts": {},
-        "counts": {"health": 0, "generations": 0},
+        "counts": {"other": 0, "generations": 0},
         "log_error": "",
         "gpu_at": None,
         "counters_at": None,
@@ -424,7 +424,7 @@ class Watch:
         if kind in GENERATIONS:
             carry["counts"]["generations"] += 1
         else:
-            carry["counts"]["health"] += 1
+            carry["counts"]["other"] += 1
 
     def _enough_after(self, kind: str) -> bool:
         memory = self.carry["memory"]
@@ -527,7 +527,7 @@ def run_slice(
         "evidence": {
             "successes": memory["streak"],
             "generations": memory["generations"],
-            "probes": dict(kept["counts"]),
+            "requests": dict(kept["counts"]),
             "paths": dict(kept["facts"].get("paths") or {}),
             "models": kept["facts"].get("models") or [],
             "listener": watch.seen.get("listener"),
