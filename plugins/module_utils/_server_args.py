@@ -23,6 +23,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable, Optional
 
+from ansible_collections.gpufleet.sglang.plugins.module_utils._as_owner import run_as_owner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Context
 
 _SERVER_ARGS = "sglang.srt.server_args"
@@ -1044,7 +1045,8 @@ def gather(context: Context) -> dict[str, Any]:
     python = context.venv.get("python") or os.path.join(context.venv.get("path") or "", "bin", "python")
     if result["state"] == "unknown" and os.path.isabs(python):
         argv = [python, "-m", "sglang.launch_server", "--help"]
-        helped = context.run(argv, context.import_timeout)
+        owned = [context.venv.get("path") or os.path.dirname(os.path.dirname(python))]
+        helped = run_as_owner(context, argv, context.import_timeout, owned, context.environment)
         flags = parse_help(helped.stdout) if helped.rc == 0 else {}
         if "model_path" in flags:
             result.update(state="ok", layout="help", flags=flags)

@@ -12,7 +12,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _drop
+from ansible_collections.gpufleet.sglang.plugins.module_utils._as_owner import run_as_owner
 from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Context
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import RunResult
 
@@ -95,16 +95,9 @@ def _by_version(name: str) -> tuple[int, ...]:
 
 
 def _execute(context: Context, path: str) -> RunResult:
-    """``nvcc --version``; one that is not root's is never run as root."""
-    argv = [context.path(path), "--version"]
-    try:
-        owner = _drop.owner_of(list(dict.fromkeys((argv[0], os.path.realpath(argv[0])))))
-        if os.geteuid() == 0 and owner.uid != 0:
-            env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "HOME": owner.home}
-            return _drop.run_as(owner, argv, context.command_timeout, env)
-    except (OSError, _drop.CannotDrop) as error:
-        return RunResult(127, "", str(error))
-    return context.run(argv, context.command_timeout)
+    program = context.path(path)
+    owned = list(dict.fromkeys((program, os.path.realpath(program))))
+    return run_as_owner(context, [program, "--version"], context.command_timeout, owned)
 
 
 def read_toolkit(context: Context, path: str) -> dict[str, Any]:

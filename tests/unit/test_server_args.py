@@ -364,10 +364,10 @@ def helped() -> str:
 def test_help_is_the_fallback(tmp_path: Path) -> None:
     site = tree(tmp_path, {"sglang/srt/server_args.py": "NEW_LAYOUT = 1"})
     runner = Recorder(RunResult(0, helped(), ""))
-    venv = {"path": "/opt/venv", "python": "/opt/venv/bin/python"}
+    venv = {"path": site, "python": f"{site}/bin/python"}
     context = Context(run=runner, venv=venv, sglang={"version": "0.9.0", "path": f"{site}/sglang"}, import_timeout=33)
     result = _server_args.gather(context)
-    assert runner.calls == [(["/opt/venv/bin/python", "-m", "sglang.launch_server", "--help"], 33)]
+    assert runner.calls == [([f"{site}/bin/python", "-m", "sglang.launch_server", "--help"], 33)]
     assert (result["state"], result["layout"], result["sglang_version"]) == ("ok", "help", "0.9.0")
     flags = _server_args.expand(result)["flags"]
     assert set(flags) == {
@@ -388,7 +388,8 @@ def test_help_is_the_fallback(tmp_path: Path) -> None:
 )
 def test_help_that_fails_leaves_unknown(tmp_path: Path, answer: RunResult, said: str) -> None:
     site = tree(tmp_path, {"sglang/srt/server_args.py": "NEW_LAYOUT = 1"})
-    context = Context(run=Recorder(answer), venv={"python": "/v/bin/python"}, sglang={"path": f"{site}/sglang"})
+    venv = {"path": site, "python": f"{site}/bin/python"}
+    context = Context(run=Recorder(answer), venv=venv, sglang={"path": f"{site}/sglang"})
     result = _server_args.gather(context)
     assert result["state"] == "unknown"
     assert said in result["problem"]
@@ -559,7 +560,7 @@ _PIECES = [
 ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(_PIECES), max_size=14).map("".join) | st.text(max_size=200))
 def test_hostile_source_never_raises(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     site = tmp_path_factory.mktemp("hostile")
