@@ -114,9 +114,7 @@ def _intents_of(host: Mapping[str, Any]) -> Mapping[str, Any]:
     return instances if isinstance(instances, Mapping) else {}
 
 
-def _members(
-    hosts: Mapping[str, Mapping[str, Any]], away: Mapping[str, str]
-) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+def _members(hosts: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
     """``{(instance, its hosts): [hosts of the play that have it]}`` of the instances over several hosts."""
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for name, host in hosts.items():

@@ -11,7 +11,7 @@ import json
 import pathlib
 from typing import Any, Optional
 
-import yaml
+from ansible_collections.gpufleet.sglang.plugins.filter import intents as intents_filter
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents, _launch_plan
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
@@ -79,10 +79,10 @@ def _probe(name: str) -> str:
     return (FIXTURES / "probes" / f"{name}.json").read_text()
 
 
-def probe(name: str, sglang: Optional[str] = None, **changes: Any) -> dict[str, Any]:
-    """A recorded probe, with the arguments of SGLang ``sglang``; ``changes`` are merged into its parts."""
+def probe(name: str, release: Optional[str] = None, **changes: Any) -> dict[str, Any]:
+    """A recorded probe, with the arguments of SGLang ``release``; ``changes`` are merged into its parts."""
     result: dict[str, Any] = json.loads(_probe(name))
-    version = sglang or result["server_args"].get("$argparse")
+    version = release or result["server_args"].get("$argparse")
     result["server_args"] = server_args(version)
     result["sglang"]["version"] = version
     for part, value in changes.items():
@@ -114,7 +114,7 @@ def make(
     model = (the_probe.get("model") or {}).get("path")
     given = {"sglang_venv": "/opt/sglang/venv", "sglang_model_path": model}
     given.update({f"sglang_{key}": value for key, value in variables.items()})
-    wanted = _intents.intents(given, yaml.safe_load)
+    wanted = _intents.intents(given, intents_filter._parse)
     return _launch_plan.make_plan(
         wanted["instances"].get(instance),
         the_probe,
