@@ -73,18 +73,21 @@ def addresses_collide(wanted: str, listening: str) -> bool:
 
 
 def cgroup_of(pid: int, proc: str = "/proc") -> str:
-    """The cgroup path of a process (v2, else systemd's own v1 hierarchy), "" when it is gone."""
+    """The cgroup path of a process (v2 or systemd's own v1 hierarchy), "" when it is gone.
+
+    Both lines can be there, and in a container only one of them is systemd's: the other one says ``/``.
+    """
     try:
         with open(f"{proc}/{pid}/cgroup", encoding="utf-8") as stream:
             lines = stream.read().splitlines()
     except OSError:
         return ""
-    named = ""
+    best = ""
     for line in lines:
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "name=systemd" or (number == "0" and not named):
-            named = path
-    return named
+        if (number == "0" or controllers == "name=systemd") and len(path) > len(best):
+            best = path
+    return best
 
 
 def in_unit(cgroup: str, unit: str) -> bool:

@@ -42,14 +42,16 @@ def _check_text(value: str, what: str) -> None:
         size = len(value.encode("utf-8"))
     except UnicodeEncodeError:
         raise QuoteError(f"{what} is not valid UTF-8 text: {value[:60]!r}") from None
+    if any(0xFDD0 <= ord(char) <= 0xFDEF or (ord(char) & 0xFFFE) == 0xFFFE for char in value):
+        # Escaped they start, but then D-Bus refuses every property of the unit and systemctl cannot even show it.
+        raise QuoteError(f"{what} contains a Unicode noncharacter, which systemd cannot handle: {value[:60]!r}")
     if size > MAX_ARGUMENT_BYTES:
         raise QuoteError(f"{what} has {size} bytes; the kernel takes at most {MAX_ARGUMENT_BYTES}")
 
 
 def _needs_byte_escape(char: str) -> bool:
     code = ord(char)
-    # systemd refuses lines with Unicode noncharacters, so these go in as escaped bytes like control characters.
-    return code < 0x20 or 0x7F <= code < 0xA0 or 0xFDD0 <= code <= 0xFDEF or (code & 0xFFFE) == 0xFFFE or code == 0xFEFF
+    return code < 0x20 or 0x7F <= code < 0xA0 or code == 0xFEFF
 
 
 def quote_argument(value: str) -> str:
@@ -208,8 +210,6 @@ def check_environment(env: dict[str, str]) -> None:
         if not _ENV_NAME.match(name):
             raise QuoteError(f"environment variable name {name!r} is not valid (letters, digits and _)")
         _check_text(value, f"environment variable {name}")
-        if any(0xFDD0 <= ord(c) <= 0xFDEF or (ord(c) & 0xFFFE) == 0xFFFE or ord(c) == 0xFEFF for c in value):
-            raise QuoteError(f"environment variable {name} contains a Unicode noncharacter, which systemd drops")
 
 
 def format_environment_file(env: dict[str, str]) -> str:
