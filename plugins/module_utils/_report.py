@@ -126,7 +126,7 @@ def _host(host: str, record: Mapping[str, Any], plans: dict[str, Any]) -> dict[s
     entry: dict[str, Any] = {
         "reached": record["reached"],
         "status": "",
-        "hardware": {},
+        "hardware": _hardware(next(iter(record["after"].values()), {})),
         "venvs": {},
         "instances": {},
         "failure": dict(record["failure"]) or None,
@@ -136,8 +136,6 @@ def _host(host: str, record: Mapping[str, Any], plans: dict[str, Any]) -> dict[s
     for venv, after in (record["after"] or record["before"]).items():
         before = record["before"].get(venv, after)
         entry["venvs"][venv] = _venv(venv, before, after, record)
-        if not entry["hardware"]:
-            entry["hardware"] = _hardware(after)
     for name, plan in record["plans"].items():
         entry["instances"][name] = _instance(host, name, plan, record, plans)
     entry["status"] = _status(entry)
@@ -328,7 +326,7 @@ def _next_steps(found: Mapping[str, Any], hosts: Mapping[str, Any]) -> list[dict
         text = str(summary or "").strip()
         if not text:
             return
-        step = {"source": source, "code": code, "summary": text, **more}
+        step = {"source": source, "code": code, "backend": None, "kind": "none", "summary": text, **more}
         key = tuple(str(step.get(name)) for name in ("source", "code", "summary", "backend", "kind"))
         row = steps.setdefault(key, {**step, "required": False, "hosts": []})
         row["required"] = row["required"] or step.get("required", True)
@@ -339,16 +337,16 @@ def _next_steps(found: Mapping[str, Any], hosts: Mapping[str, Any]) -> list[dict
         record = found[host]
         if not entry["reached"]:
             text = "make the host reachable, or see in the run's output why the probe failed"
-            add(host, "host", "not_probed", text, kind="none")
+            add(host, "host", "not_probed", text)
             continue
         for venv in entry["venvs"].values():
             if venv["state"] not in (None, "ok"):
                 known = _codes.CODES.get(venv["code"] or venv["state"] or "")
-                add(host, "venv", venv["code"] or venv["state"], known.mend if known else venv["message"], kind="none")
+                add(host, "venv", venv["code"] or venv["state"], known.mend if known else venv["message"])
         for name, plan in record["plans_after"].items():
             for rejection in plan.get("rejections") or []:
                 text = rejection.get("suggestion") or rejection.get("message")
-                add(host, "rejection", rejection.get("code"), text, kind="none")
+                add(host, "rejection", rejection.get("code"), text)
             for remedy in plan.get("remedies") or []:
                 add(
                     host,
@@ -363,11 +361,11 @@ def _next_steps(found: Mapping[str, Any], hosts: Mapping[str, Any]) -> list[dict
             cause = ready.get("cause") or {}
             if ready.get("ready") is False:
                 text = cause.get("mend") or cause.get("message") or f"state {ready.get('state')}"
-                add(host, "service", cause.get("code"), text, kind="none")
+                add(host, "service", cause.get("code"), text)
         _add_unplanned(host, entry, record, add)
         failure = entry["failure"] or {}
         if failure and not (failure.get("cause") or {}).get("code"):
-            add(host, "failure", "task_failed", f"{failure.get('task')}: {failure.get('message')}", kind="none")
+            add(host, "failure", "task_failed", f"{failure.get('task')}: {failure.get('message')}")
     rows = sorted(steps.values(), key=lambda row: (-len(row["hosts"]), not row["required"], row["summary"]))
     for row in rows:
         row["count"] = len(row["hosts"])
@@ -383,7 +381,7 @@ def _add_unplanned(host: str, entry: Mapping[str, Any], record: Mapping[str, Any
         for name, backend in venv["backends"].items():
             known = _codes.CODES.get(backend["after"]["code"] or "")
             if known and _unmet(backend) and not _remedy(record["plans_after"], venv_path, name):
-                add(host, "backend", backend["after"]["code"], known.mend, kind="none", backend=name, required=False)
+                add(host, "backend", backend["after"]["code"], known.mend, backend=name, required=False)
 
 
 def _command(step: Mapping[str, Any]) -> Optional[str]:
@@ -432,19 +430,17 @@ def _groups(hosts: Mapping[str, Any]) -> list[dict[str, Any]]:
             members.setdefault(name, []).append(host)
     groups = []
     for name, names in sorted(members.items(), key=lambda item: (-len(item[1]), item[0])):
-        values: dict[str, dict[str, list[str]]] = {}
-        for host in names:
-            for attribute, value in _attributes(hosts[host]).items():
-                values.setdefault(attribute, {}).setdefault(value, []).append(host)
+        found = {host: _attributes(hosts[host]) for host in names}
         attributes = []
-        for attribute, by_value in values.items():
-            ranked = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[0]))
-            common, having = ranked[0]
+        for attribute in dict.fromkeys(key for own in found.values() for key in own):
+            # Not having something is a value too: the one host that has it differs as much as the one that lacks it.
+            values: dict[str, list[str]] = {}
+            for host in names:
+                values.setdefault(found[host].get(attribute, "none"), []).append(host)
+            ranked = sorted(values.items(), key=lambda item: (-len(item[1]), item[0]))
             others = [{"value": value, "hosts": who} for value, who in ranked[1:]]
-            silent = [host for host in names if not any(host in who for who in by_value.values())]
-            if silent:
-                others.append({"value": "unknown", "hosts": silent})
-            attributes.append({"name": attribute, "common": common, "count": len(having), "others": others})
+            attributes.append({"name": attribute, "common": ranked[0][0], "count": len(ranked[0][1]), "others": others})
+        attributes.sort(key=lambda row: not row["others"])
         outliers = sorted({host for row in attributes for other in row["others"] for host in other["hosts"]})
         groups.append({"name": name, "hosts": names, "attributes": attributes, "outliers": outliers})
     return groups
@@ -461,10 +457,9 @@ def _attributes(entry: Mapping[str, Any]) -> dict[str, str]:
         for key in VERSIONS:
             if venv[key]:
                 versions.setdefault(key, set()).add(str(venv[key]))
-        for backend in venv["backends"].values():
+        for name, backend in venv["backends"].items():
             for item in backend["after"]["distributions"]:
-                if item["name"]:
-                    versions.setdefault(item["name"], set()).add(str(item["version"]))
+                versions.setdefault(name, set()).add(f"{item['name']} {item['version']}")
     found.update({key: ", ".join(sorted(values)) for key, values in versions.items()})
     return found
 
@@ -581,36 +576,49 @@ def service_text(entry: Mapping[str, Any]) -> str:
 
 
 def fold(hosts: Sequence[str]) -> str:
-    """Shorten names that differ in one number: ``gpu-[001-004,007]``."""
-    stems: dict[tuple[str, str, int], list[int]] = {}
-    order: list[tuple[Any, ...]] = []
+    """Shorten names that differ in one number: ``gpu-[001-004,007].example``."""
+    numbers: dict[Any, list[int]] = {}
     for host in hosts:
-        match = re.match(r"(.*?)(\d+)(\D*)\Z", host)
-        key: tuple[Any, ...] = (host,)
-        if match and len(match.group(2)) < 9:
+        match = _NUMBERED.match(host)
+        if match:
             digits = match.group(2)
-            # Numbers without leading zeros have no fixed width.
-            width = len(digits) if digits.startswith("0") or len(digits) > 1 and _padded(digits, hosts, match) else 0
-            key = (match.group(1), match.group(3), width)
-            stems.setdefault(key, []).append(int(digits))
-        if key not in order:
-            order.append(key)
+            # Only numbers written with zeros have a fixed width; 9 and 10 belong together as much as 09 and 10.
+            numbers.setdefault((match.group(1), match.group(3), len(digits)), []).append(int(digits))
+        else:
+            numbers.setdefault(host, [])
+    padded = {
+        (head, tail, width)
+        for (head, tail, width), found in ((key, value) for key, value in numbers.items() if isinstance(key, tuple))
+        if any(len(str(number)) < width for number in found)
+    }
+    merged: dict[Any, list[int]] = {}
+    for key, found in numbers.items():
+        if isinstance(key, tuple) and key not in padded:
+            key = (key[0], key[1], 0)
+        merged.setdefault(key, []).extend(found)
     texts = []
-    for key in order:
-        if len(key) == 1:
-            texts.append(str(key[0]))
+    for key, found in merged.items():
+        if not isinstance(key, tuple):
+            texts.append(str(key))
             continue
         head, tail, width = key
-        spans = _spans(sorted(set(stems[(head, tail, width)])))
+        spans = _spans(sorted(set(found)))
         shown = [f"{a:0{width}d}" if a == b else f"{a:0{width}d}-{b:0{width}d}" for a, b in spans]
-        body = shown[0] if len(shown) == 1 and "-" not in shown[0] else f"[{','.join(shown)}]"
+        body = f"[{','.join(shown)}]" if len(set(found)) > 1 else shown[0]
         texts.append(f"{head}{body}{tail}")
     return ", ".join(texts)
 
 
-def _padded(digits: str, hosts: Sequence[str], match: re.Match[str]) -> bool:
-    pattern = re.compile(re.escape(match.group(1)) + r"0\d*" + re.escape(match.group(3)) + r"\Z")
-    return any(len(host) == len(match.group(0)) and pattern.match(host) for host in hosts)
+# The last number of the first label, or of an address.
+_NUMBERED = re.compile(r"([\d.]*\.|[^.]*?)(\d{1,8})((?:[^\d.][^.\d]*)?(?:\.[^\n]*[A-Za-z][^\n]*)?)\Z")
+
+
+def named(hosts: Sequence[str], longest: int) -> str:
+    """Name hosts in about ``longest`` characters: folded, or the first and how many more."""
+    text = fold(hosts)
+    if len(text) > longest:
+        return f"{hosts[0]} and {len(hosts) - 1} more"
+    return text if text == hosts[0] else f"{text} ({len(hosts)})"
 
 
 def _spans(numbers: Sequence[int]) -> list[tuple[int, int]]:
@@ -633,7 +641,7 @@ def _folded(table: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         alike.setdefault(tuple(tuple(row[c] for c in COLUMNS[1:]) for row in mine), []).append(host)
     folded = []
     for hosts in alike.values():
-        name = hosts[0] if len(hosts) == 1 else f"{fold(hosts)} ({len(hosts)})"
+        name = hosts[0] if len(hosts) == 1 else named(hosts, 100)
         folded += [{**row, "host": name} for row in blocks[hosts[0]]]
     return folded
 
@@ -666,29 +674,48 @@ def _table_lines(table: Sequence[Mapping[str, str]], width: int, paint: Paint) -
             widths[column] -= given
             over -= given
     lines = ["  ".join(HEADINGS.get(c, c).upper().ljust(widths[c]) for c in columns).rstrip()]
-    previous = ""
+    blocks: list[list[Mapping[str, str]]] = []
     for row in table:
-        cells = {c: _wrap(row[c], widths[c]) for c in columns}
-        if row["host"] == previous:
-            cells["host"] = [""]
-            if "service" in cells:
-                cells["service"] = [""]
-        elif previous and len(table) > 8:
+        if not blocks or blocks[-1][0]["host"] != row["host"]:
+            blocks.append([])
+        blocks[-1].append(row)
+    roomy = len(table) > 8
+    for number, block in enumerate(blocks):
+        if number and roomy:
             lines.append("")
-        previous = row["host"]
-        for index in range(max(len(cell) for cell in cells.values())):
-            parts = []
-            for column in columns:
-                cell = cells[column]
-                text = (cell[index] if index < len(cell) else "").ljust(widths[column])
-                parts.append(paint(text, row[column]) if column in ("before", "after", "service") else text)
-            lines.append("  ".join(parts).rstrip())
+        lines += _block_lines(block, columns, widths, paint)
+    return lines
+
+
+def _block_lines(
+    block: Sequence[Mapping[str, str]], columns: Sequence[str], widths: Mapping[str, int], paint: Paint
+) -> list[str]:
+    """The rows of one host. Its name and service stand once and may run on beside the rows below."""
+    cells: list[dict[str, tuple[str, str]]] = []
+    for row in block:
+        own = {c: _wrap(row[c], widths[c]) for c in columns if c not in ("host", "service")}
+        for index in range(max(len(cell) for cell in own.values())):
+            cells.append({c: (cell[index] if index < len(cell) else "", row[c]) for c, cell in own.items()})
+    for column in ("host", "service"):
+        if column in columns:
+            for index, text in enumerate(_wrap(block[0][column], widths[column])):
+                if index == len(cells):
+                    cells.append({})
+                cells[index][column] = (text, block[0][column])
+    lines = []
+    for line in cells:
+        parts = []
+        for column in columns:
+            text, whole = line.get(column, ("", ""))
+            text = text.ljust(widths[column])
+            parts.append(paint(text, whole) if column in ("before", "after", "service") else text)
+        lines.append("  ".join(parts).rstrip())
     return lines
 
 
 def _wrap(text: str, width: int) -> list[str]:
     # Names of packages and causes are broken at their own joints before anywhere else.
-    return textwrap.wrap(" ".join(text.split()), max(width, 4), break_on_hyphens=True) or [""]
+    return textwrap.wrap(" ".join(text.split()), max(width, 4), break_on_hyphens=False) or [""]
 
 
 def _step_lines(report: Mapping[str, Any], width: int, most: int = 12) -> list[str]:
@@ -700,7 +727,7 @@ def _step_lines(report: Mapping[str, Any], width: int, most: int = 12) -> list[s
         subject = " ".join(str(step[key]) for key in ("backend", "code") if step.get(key))
         hosts = f"{step['count']} host{'' if step['count'] == 1 else 's'}"
         optional = "" if step["required"] else ", optional"
-        text = f"{hosts}{optional}: {subject + ': ' if subject else ''}{step['summary']} [{fold(step['hosts'])}]"
+        text = f"{hosts}{optional}: {subject + ': ' if subject else ''}{step['summary']} [{named(step['hosts'], 120)}]"
         lines += textwrap.wrap(text, width, initial_indent=f"{number:>3}. ", subsequent_indent="     ")
     if len(steps) > most:
         lines.append(f"     and {len(steps) - most} more: see the report's files")
@@ -713,7 +740,7 @@ def _note_lines(report: Mapping[str, Any], width: int, most: int = 12) -> list[s
         return []
     lines = ["", "WARNINGS AND WHAT PLANS DO WITHOUT"]
     for note in notes[:most]:
-        text = f"{note['code']}: {note['text']} [{fold(note['hosts'])}]"
+        text = f"{note['code']}: {note['text']} [{named(note['hosts'], 120)}]"
         lines += textwrap.wrap(text, width, initial_indent="  - ", subsequent_indent="    ")
     if len(notes) > most:
         lines.append(f"    and {len(notes) - most} more: see the report's files")

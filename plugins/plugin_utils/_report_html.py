@@ -65,6 +65,7 @@ def render(report: Mapping[str, Any], templates: str = TEMPLATES) -> str:
     )
     environment.filters["tone"] = tone
     environment.filters["word"] = lambda state: WORDS.get(str(state), str(state).replace("_", " "))
+    environment.filters["named"] = lambda hosts: _report.named(hosts, 220)
     environment.filters["fold"] = _report.fold
     environment.filters["shell"] = lambda argv: shlex.join(map(str, argv or []))
     environment.globals["service_text"] = _report.service_text
@@ -101,7 +102,7 @@ def render(report: Mapping[str, Any], templates: str = TEMPLATES) -> str:
         script=Markup(script),
         style=Markup(style),
         policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; script-src {_digest(script)}; style-src {_digest(style)}",
-        data=_script_data({"hosts": hosts, "causes": mends}),
+        data=_script_data({"hosts": hosts, "causes": mends, "tones": TONES}),
     )
 
 

@@ -8,7 +8,7 @@
   const fields = ["q", "status", "backend", "state", "cause"];
   const index = all.map((row) => ({
     row,
-    text: row.textContent.replace(/\s+/g, " ").toLowerCase(),
+    text: `${row.textContent} ${row.dataset.more}`.replace(/\s+/g, " ").toLowerCase(),
     status: row.dataset.status,
     cells: [...row.querySelectorAll("[data-backend]")].map((cell) => ({
       backend: cell.dataset.backend, state: cell.dataset.state, cause: cell.dataset.cause,
@@ -53,6 +53,16 @@
   }
   for (const name of fields) $(name).addEventListener("input", filter);
   $("clear").addEventListener("click", () => { for (const name of fields) $(name).value = ""; filter(); $("q").focus(); });
+  for (const button of document.querySelectorAll(".show")) {
+    button.hidden = false;
+    button.addEventListener("click", () => {
+      for (const name of fields) $(name).value = "";
+      for (const name of ["backend", "cause", "q"]) if (button.dataset[name]) $(name).value = button.dataset[name];
+      filter();
+      $("matrix").scrollIntoView();
+      $("q").focus({ preventScroll: true });
+    });
+  }
   for (const tile of document.querySelectorAll("button.tile")) {
     tile.addEventListener("click", () => {
       $("status").value = $("status").value === tile.dataset.status ? "" : tile.dataset.status;
@@ -94,52 +104,67 @@
     }
     return dl;
   }
+  const tones = data.tones;
+  function panel(title, state) {
+    const box = el("section", null, "panel");
+    const head = el("h3", title);
+    if (state) head.append(" ", el("span", state.replace(/_/g, " "), `pill ${tones[state] || "idle"}`));
+    box.append(head);
+    return box;
+  }
   function describe(host) {
     const entry = data.hosts[host];
-    const box = document.createDocumentFragment();
+    const grid = el("div", null, "grid");
+    const add = (box, ...parts) => { box.append(...parts); grid.append(box); };
     const hw = entry.hardware;
-    if (!entry.reached) box.append(el("p", "Unreachable, or its probe failed. The run's output says which."));
+    if (!entry.reached) {
+      add(panel("Not reached"), el("p", "Unreachable, or its probe failed. The run's output says which."));
+      return grid;
+    }
     if (entry.failure) {
-      box.append(el("h3", `Failed: ${entry.failure.task}`), el("pre", entry.failure.message));
+      const box = panel(entry.failure.task, "failed");
+      box.classList.add("wide");
+      add(box, el("pre", entry.failure.message));
     }
     for (const [name, item] of Object.entries(entry.instances)) {
       if (!item.service && !item.rejected.length) continue;
-      box.append(el("h3", `Instance ${name}`));
-      box.append(pairs([["state", item.state], ["revision", item.revision], ["last good", item.last_good], ["plan", item.plan],
+      const box = panel(`Instance ${name}`, item.rejected.length ? "refused" : item.state);
+      add(box, pairs([["revision", item.revision], ["last good", item.last_good], ["plan", item.plan],
         ["drift", item.drift === null ? null : item.drift ? "the unit differs from the plan" : "none"]]));
       for (const r of item.rejected) {
-        box.append(pairs([["refused", r.code], ["why", r.message], ["do", r.suggestion],
-          ["about", r.flag || r.variable]]));
+        box.append(pairs([["refused", r.code], ["why", r.message], ["do", r.suggestion], ["about", r.flag || r.variable]]));
       }
       if (item.cause) {
         box.append(pairs([["cause", item.cause.code], ["why", item.cause.message], ["do", item.cause.mend]]));
-        if (item.cause.lines && item.cause.lines.length) box.append(el("pre", item.cause.lines.join("\n")));
+        if (item.cause.lines && item.cause.lines.length) {
+          box.classList.add("wide");
+          box.append(el("pre", item.cause.lines.join("\n")));
+        }
       }
     }
     for (const [path, venv] of Object.entries(entry.venvs)) {
-      box.append(el("h3", `Venv ${path}`));
-      box.append(pairs([["state", venv.state === "ok" ? null : venv.state], ["why", venv.message], ["Python", venv.python],
-        ["torch", venv.torch], ["SGLang", venv.sglang], ["owner", venv.owner]]));
       for (const [name, backend] of Object.entries(venv.backends)) {
         const after = backend.after, before = backend.before, known = data.causes[after.code] || {};
-        const moved = before.state !== after.state ? `${before.state} → ${after.state}` : after.state;
-        const list = [[name, moved], ["cause", after.code && `${after.code}: ${known.text || ""}`], ["seen", after.message],
-          ["evidence", after.level], ["wanted for", backend.wanted],
+        const list = [["before", before.state !== after.state ? before.state : null],
+          ["cause", after.code && (known.text ? `${after.code}: ${known.text}` : after.code)], ["seen", after.message],
+          ["evidence", after.level], ["wanted for", backend.wanted.length ? backend.wanted : "nothing"],
           ["installed", after.distributions.map((d) => `${d.name} ${d.version}`)]];
-        if (backend.remedy) list.push(["remedy", backend.remedy.summary]);
+        if (backend.remedy) list.push([after.state === "ok" ? "was mended by" : "remedy", backend.remedy.summary]);
         else if (after.state !== "ok") list.push(["mend", known.mend]);
         for (const [use, u] of Object.entries(after.uses)) {
           if (u.state !== after.state) list.push([use, `${u.state}${u.code ? ` (${u.code})` : ""}`]);
         }
-        box.append(pairs(list));
+        add(panel(name, after.state), pairs(list));
       }
+      add(panel("Venv", venv.state === "ok" ? null : venv.state), pairs([["path", path], ["why", venv.message],
+        ["Python", venv.python], ["torch", venv.torch], ["SGLang", venv.sglang], ["owner", venv.owner]]));
     }
     if (hw.gpu_state || hw.gpu) {
-      box.append(el("h3", "Hardware"), pairs([["GPUs", hw.gpu ? `${hw.gpus} × ${hw.gpu}` : hw.gpu_state], ["why", hw.gpu_message],
-        ["lost", hw.gpus_lost], ["driver", hw.driver], ["CUDA of the driver", hw.cuda_driver], ["topology", hw.fabric],
-        ["GPUs without a link", hw.bad_gpus], ["RDMA devices", hw.rdma_devices]]));
+      add(panel("Hardware"), pairs([["GPUs", hw.gpu ? `${hw.gpus} × ${hw.gpu}` : hw.gpu_state], ["why", hw.gpu_message],
+        ["lost", hw.gpus_lost], ["driver", hw.driver], ["its CUDA", hw.cuda_driver], ["topology", hw.fabric],
+        ["no link", hw.bad_gpus], ["RDMA devices", hw.rdma_devices]]));
     }
-    return box;
+    return grid;
   }
   body.addEventListener("click", (event) => {
     const button = event.target.closest(".open");
