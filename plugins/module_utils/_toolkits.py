@@ -9,7 +9,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._as_owner import run_as_owner
@@ -41,8 +41,8 @@ def parse_version_file(text: str) -> Optional[str]:
     return match.group(1) if match else None
 
 
-def follow(context: Context, path: str) -> str:
-    """The place that ``path`` leads to over symbolic links, below the context's root."""
+def follow(context: Context, path: str) -> Optional[str]:
+    """The place that ``path`` leads to over symbolic links, below the context's root; None for links in a circle."""
     for _step in range(40):
         parts = path.split("/")
         for end in range(2, len(parts) + 1):
@@ -55,7 +55,7 @@ def follow(context: Context, path: str) -> str:
             break
         else:
             return path
-    return path
+    return None
 
 
 def candidates(context: Context) -> list[str]:
@@ -77,10 +77,11 @@ def candidates(context: Context) -> list[str]:
     out: list[str] = []
     seen: set[str] = set()
     for path in map(os.path.normpath, found):
-        nvcc = os.path.join(path, "bin", "nvcc")
-        if not os.path.isabs(path) or not os.path.lexists(context.path(nvcc)):
+        if not os.path.isabs(path):
             continue
-        real = follow(context, nvcc)
+        real = follow(context, os.path.join(path, "bin", "nvcc"))
+        if real is None or not _is(stat.S_ISREG, context, real):
+            continue
         home = os.path.dirname(os.path.dirname(real))
         # /usr/local/cuda is a link that the next package moves: the folder that it leads to is told.
         shown = home if os.path.basename(real) == "nvcc" and os.path.basename(os.path.dirname(real)) == "bin" else path
@@ -180,7 +181,7 @@ def check_cuda_home(context: Context, value: Optional[str]) -> dict[str, Any]:
         return out
     if ":" in value:
         parts = [part for part in value.split(":") if part]
-        fit = [part for part in parts if os.path.exists(context.path(f"{part}/bin/nvcc"))]
+        fit = [part for part in parts if os.path.isabs(part) and _has_nvcc(context, part)]
         out.update(
             problem="cuda_home_is_a_path_list",
             message=f"CUDA_HOME is {value!r}: it must be one folder, not a list of folders.",
@@ -188,18 +189,24 @@ def check_cuda_home(context: Context, value: Optional[str]) -> dict[str, Any]:
         )
     elif not os.path.isabs(value):
         out.update(problem="cuda_home_relative", message=f"CUDA_HOME is {value!r}: it must be an absolute path.")
-    elif not _is_folder(context.path(value)):
+    elif not _is(stat.S_ISDIR, context, value):
         out.update(problem="cuda_home_absent", message=f"CUDA_HOME is {value!r}, and there is no such folder.")
-    elif not os.path.exists(context.path(f"{value}/bin/nvcc")):
+    elif not _has_nvcc(context, value):
         out.update(problem="cuda_home_without_nvcc", message=f"CUDA_HOME is {value!r}, and it has no bin/nvcc.")
     return out
 
 
-def _is_folder(path: str) -> bool:
+def _is(kind: Callable[[int], bool], context: Context, path: str) -> bool:
+    """Whether ``path``, or what it leads to, is of this kind."""
+    real = follow(context, path)
     try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
+        return real is not None and kind(os.lstat(context.path(real)).st_mode)
     except (OSError, ValueError):
         return False
+
+
+def _has_nvcc(context: Context, home: str) -> bool:
+    return _is(stat.S_ISREG, context, f"{home}/bin/nvcc")
 
 
 def gather(context: Context) -> dict[str, Any]:
