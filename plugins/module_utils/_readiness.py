@@ -21,6 +21,7 @@ An *observation* is what was seen at one moment (all keys optional; absent means
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Optional
@@ -333,8 +334,10 @@ def judge(memory: Memory, seen: Observation, settings: Settings) -> Verdict:
         _take_probe(memory, seen["probe"], settings)
     _note_progress(memory, seen, now)
     verdict = _decide(memory, seen, settings, now)
-    if verdict.state != memory["state"]:
-        memory["state"] = verdict.state
+    # Numbers move all the time; another state, or another kind of work, is news.
+    kind = verdict.state + ":" + re.sub(r"[\d.]+", "#", str(memory["progress"] or ""))[:80]
+    if kind != memory["state"]:
+        memory["state"] = kind
         entry = {"at": round(now, 1), "state": verdict.state}
         if verdict.progress:
             entry["progress"] = verdict.progress

@@ -86,7 +86,7 @@ class Service:
              "gpufleet.sglang.service_ready", "-a", json.dumps(args), *(["--check"] if check else [])],
             capture_output=True, text=True, timeout=400,
             env=dict(os.environ, ANSIBLE_COLLECTIONS_PATH=str(ROOT / "collections"), ANSIBLE_PIPELINING="1",
-                     ANSIBLE_HOST_KEY_CHECKING="0", ANSIBLE_NOCOLOR="1", ANSIBLE_STDOUT_CALLBACK="ansible.builtin.default",
+                     ANSIBLE_HOST_KEY_CHECKING="0", ANSIBLE_NOCOLOR="1", 
                      ANSIBLE_CALLBACK_RESULT_FORMAT="json"),
         )  # fmt: skip
         took = time.monotonic() - began
@@ -132,7 +132,7 @@ def test_a_stranger_on_the_port_is_told_before_the_load(host):
     sh("systemd-run --unit=stranger python3 -m http.server 30001 --bind 127.0.0.1; sleep 1")
     try:
         with Service("taken", port=30001) as service:
-            result, _said, took = service.ready()
+            result, _said, _took = service.ready()
             assert result["state"] == "failed" and result["cause"]["code"] == "port_held_by_other"
             assert result["evidence"]["requests"] == {"generations": 0, "other": 0}
             assert result["elapsed"] < 10
