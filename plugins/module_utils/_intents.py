@@ -164,6 +164,8 @@ VARIABLES: tuple[Variable, ...] = (
     _host("import_timeout", "int", 90, "Seconds that one import in the target venv may take.", minimum=1),
     _host("show_plan", "bool", False, "Prints command line, decisions and refusals of every host."),
     _host("apply_report", "path", None, "Saved report whose plans are applied, refused when hosts have changed since."),
+    _host("remediate_codes", "strs", [], "Causes that the playbook remediate mends; all when empty."),
+    _host("remediate_backends", "strs", [], "Backends that the playbook remediate mends; all when empty."),
     _host("backend_smoke", "bool", False, "Runs a small dispatch and combine over the local GPUs."),
     _host("metrics_textfile", "path", None, "Folder of node_exporter's textfile collector on the hosts."),
     _host("allow_drift", "bool", False, "Reports drift of a running service without a failure."),

@@ -155,6 +155,7 @@ def _venv(venv: str, before: Mapping[str, Any], after: Mapping[str, Any], record
             "after": last,
             "expected": _expected(record, venv, name),
             "remedy": _remedy(record["plans"], venv, name),
+            "serves_without": any(plan.get("service") for plan in _of_venv(record["plans"], venv)),
         }
     return {
         "state": about.get("state"),
@@ -381,7 +382,7 @@ def _add_unplanned(host: str, entry: Mapping[str, Any], record: Mapping[str, Any
         for name, backend in venv["backends"].items():
             known = _codes.CODES.get(backend["after"]["code"] or "")
             if known and _unmet(backend) and not _remedy(record["plans_after"], venv_path, name):
-                add(host, "backend", backend["after"]["code"], known.mend, backend=name, required=False)
+                add(host, "backend", backend["after"]["code"], known.mend, backend=name, required=not backend["serves_without"])
 
 
 def _command(step: Mapping[str, Any]) -> Optional[str]:
@@ -554,7 +555,9 @@ def _remedy_text(backend: Mapping[str, Any]) -> str:
         return str(remedy["summary"] or remedy["kind"] or "")
     if backend["before"]["state"] == "ok":
         return ""
-    return "(not needed: the plan does without)" if backend["wanted"] else "(not wanted)"
+    if not backend["wanted"]:
+        return "(not wanted)"
+    return "(the service does without)" if backend["serves_without"] else "(by hand, see below)"
 
 
 def service_text(entry: Mapping[str, Any]) -> str:
