@@ -220,7 +220,7 @@ CODES: dict[str, Code] = {
         "broken",
         "wheel",
         "Built for another Python.",
-        "None of the file names of the extension exists; ModuleNotFoundError for it.",
+        "WHEEL tag, or extension files for another cpython only; `Python version mismatch`, a circular import.",
         "Reinstall for this Python with --force-reinstall --no-deps.",
         "replace",
         "seen by running it",
@@ -298,7 +298,7 @@ CODES: dict[str, Code] = {
         "seen by running it",
     ),
     "torch_is_cpu_build": Code(
-        "broken",
+        "unsupported",
         "torch",
         "It needs CUDA, and the venv's torch is a CPU build.",
         "torch.version.cuda is None; `does not provide CUDA`.",

@@ -132,9 +132,9 @@ class Finding:
 PRIORITY = (
     "not_installed", "namespace_leftover", "backend_without_meta", "wrong_distribution", "meta_without_backend",
     "shadowed", "wrong_machine", "wrong_python", "wrong_vendor_variant", "cuda_major_mismatch", "variant_needs_cuda",
-    "variant_without_cuda", "files_missing", "corrupt_file", "mooncake_ep_not_built_for_torch",
+    "variant_without_cuda", "files_missing", "corrupt_file", "torch_is_cpu_build", "mooncake_ep_not_built_for_torch",
     "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
-    "torch_is_cpu_build", "missing_cuda_runtime", "private_lib_not_on_loader_path", "missing_system_lib",
+    "torch_broken", "missing_cuda_runtime", "private_lib_not_on_loader_path", "missing_system_lib",
     "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch", "glibc_too_old",
     "rdma_core_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "python_abi_mismatch",
     "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver", "no_gpu_visible", "arch_mismatch",
@@ -148,8 +148,8 @@ _DISPROVED = frozenset(
     [
         "wrong_machine", "wrong_python", "corrupt_file", "mooncake_ep_not_built_for_torch", "meta_without_backend",
         "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
-        "torch_is_cpu_build", "missing_cuda_runtime", "private_lib_not_on_loader_path", "missing_system_lib",
-        "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch", "glibc_too_old",
+        "torch_is_cpu_build", "torch_broken", "missing_cuda_runtime", "private_lib_not_on_loader_path",
+        "missing_system_lib", "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch", "glibc_too_old",
         "rdma_core_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "python_abi_mismatch",
         "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver", "no_gpu_visible", "not_installed",
         "namespace_leftover", "backend_without_meta",
@@ -161,7 +161,7 @@ _EXPLAINS = frozenset(
     [
         "not_installed", "namespace_leftover", "backend_without_meta", "wrong_distribution", "meta_without_backend",
         "shadowed", "wrong_machine", "wrong_python", "wrong_vendor_variant", "cuda_major_mismatch",
-        "variant_needs_cuda", "files_missing", "corrupt_file", "mooncake_ep_not_built_for_torch",
+        "variant_needs_cuda", "files_missing", "corrupt_file", "torch_is_cpu_build", "mooncake_ep_not_built_for_torch",
         "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
         "private_lib_not_on_loader_path", "version_incompatible_with_sglang",
     ]
@@ -667,6 +667,9 @@ def _meta_remedy(backend: Backend, seen: Seen, facts: Facts) -> dict[str, Any]:
     variant = variant_for(facts.torch, backend, facts.venv_cuda)
     right = _variant_name(backend, variant)
     there = [item for item in seen.installed if item.variant != "meta"]
+    if not facts.torch.get("cuda_major") and there:
+        # Beside a CPU torch nothing asks for another CUDA major than the one that is there.
+        right = None
     same = [item for item in there if right is None or canonical(item.name) == right] or there
     name, version = (canonical(same[0].name), same[0].version) if same else (right or "", "")
     if right and name != right:
@@ -722,7 +725,7 @@ def _presence(backend: Backend, seen: Seen, facts: Facts, add: Any) -> None:
         add(Finding(
             "wrong_distribution",
             f"{_names(wrong)} is another project; SGLang's {backend.name} comes from "
-            f"{' or '.join(_install_names(backend))}.",
+            f"{' or '.join(_install_names(backend, facts))}.",
             {"distributions": [item.name for item in wrong], "owns_module": owns},
         ))  # fmt: skip
         return
@@ -768,8 +771,9 @@ def _presence(backend: Backend, seen: Seen, facts: Facts, add: Any) -> None:
         ))  # fmt: skip
 
 
-def _install_names(backend: Backend) -> list[str]:
-    return sorted({name for names in backend.install.values() for name in names})
+def _install_names(backend: Backend, facts: Facts) -> list[str]:
+    right = backend.install.get(variant_for(facts.torch, backend, facts.venv_cuda) or "")
+    return sorted(right or {name for names in backend.install.values() for name in names})
 
 
 def _packaging(backend: Backend, use_name: str, seen: Seen, facts: Facts, add: Any) -> None:
@@ -911,7 +915,7 @@ def _missing_libraries(ext: Extension, facts: Facts, add: Any) -> None:
             elif "cuda" in soname and not facts.torch.get("cuda_major"):
                 add(Finding("torch_is_cpu_build", f"{user} needs {soname}; torch is a CPU build.", {}))
             else:
-                add(Finding("missing_wheel_lib", f"{user} needs {soname}, which torch does not have.", {
+                add(Finding("torch_broken", f"{user} needs {soname}, which the venv's torch does not have.", {
                     "library": soname}))  # fmt: skip
         elif owner == "wheel":
             if facts.torch.get("version") and not facts.torch.get("cuda_major"):
@@ -921,7 +925,7 @@ def _missing_libraries(ext: Extension, facts: Facts, add: Any) -> None:
         elif owner == "system":
             system.append(soname)
     if system:
-        add(Finding("missing_system_lib", f"{', '.join(system)} is missing on this host.", {
+        add(Finding("missing_system_lib", f"Missing on this host: {', '.join(system)}.", {
             "library": system[0], "libraries": system}))  # fmt: skip
 
 
@@ -1079,11 +1083,11 @@ def decide_use(
     """One entry of ``uses`` (contracts.md): state, code, message, level, layer, remedy, evidence."""
     static = static_findings(backend, use_name, seen, facts)
     imported = import_finding(backend, use_name, outcome) if outcome is not None else None
-    if outcome is not None and imported is not None and imported.code == "cuda_major_mismatch":
-        imported = _check_cudart(imported, facts)
+    if imported is not None:
+        imported = _with_torch(imported, facts)
     finding = merge(static, outcome, imported)
     reached = outcome is not None and outcome.outcome != "not_started"
-    evidence = _evidence(seen, outcome, static)
+    evidence = _evidence(seen, outcome, [other for other in static if finding is None or other.code != finding.code])
     level = "import" if reached else "static"
     if finding is None:
         return {"state": "ok", "code": None, "message": None, "level": level, "layer": None, "remedy": None,
@@ -1106,8 +1110,15 @@ def decide_use(
     }  # fmt: skip
 
 
-def _check_cudart(finding: Finding, facts: Facts) -> Finding:
-    """A missing libcudart is a mismatch only where torch's or the host's CUDA is another major."""
+def _with_torch(finding: Finding, facts: Facts) -> Finding:
+    """What an exception says of torch or CUDA, against what the venv has.
+
+    A missing libcudart is a mismatch only where torch's or the host's CUDA is another major.
+    """
+    if finding.code == "torch_absent" and facts.torch.get("version"):
+        return Finding("torch_broken", finding.message, finding.data)
+    if finding.code != "cuda_major_mismatch":
+        return finding
     needs = finding.data.get("needs")
     major = facts.torch.get("cuda_major")
     if needs is None:
@@ -1122,15 +1133,15 @@ def _check_cudart(finding: Finding, facts: Facts) -> Finding:
     return Finding(finding.code, finding.message, {**finding.data, "needs": str(needs), "host": str(host)})
 
 
-def _evidence(seen: Seen, outcome: Optional[Outcome], static: Sequence[Finding]) -> dict[str, Any]:
+def _evidence(seen: Seen, outcome: Optional[Outcome], others: Sequence[Finding]) -> dict[str, Any]:
     evidence: dict[str, Any] = {"origin": seen.origin} if seen.origin else {}
     files = [ext.path for ext in seen.extensions if ext.path]
     if files:
         evidence["extensions"] = files
     if any(seen.archs.values()):
         evidence["archs"] = seen.archs
-    if len(static) > 1:
-        evidence["also"] = sorted({finding.code for finding in static[1:]})
+    if others:
+        evidence["also"] = sorted({finding.code for finding in others})
     if outcome is not None:
         evidence["import"] = outcome.outcome
         if outcome.version:

@@ -19,7 +19,7 @@ from typing import Any, Optional
 _NAME = re.compile(r"[-_.]+")
 _READ_LIMIT = 8 << 20
 _HASH_BUDGET = 512 << 20
-_HASH_FILE = 64 << 20
+_HASH_FILE = 32 << 20
 
 
 def canonical(name: str) -> str:
@@ -286,11 +286,16 @@ def _digest(path: str, algorithm: str) -> Optional[str]:
     return base64.urlsafe_b64encode(state.digest()).decode().rstrip("=")
 
 
+def _hashed(path: str) -> bool:
+    return path.endswith(".py") or (path.endswith(".so") and ".libs/" not in path and "/lib" not in path)
+
+
 def verify(dist: Distribution, prefix: str, hashes: bool = True, budget: int = _HASH_BUDGET) -> dict[str, Any]:
     """Compares the files of a distribution with its RECORD.
 
     Returns ``{ok: bool|null, missing: [path], changed: [path], files: n, hashed: bool}``; ``ok`` is null without a
-    RECORD. Sizes are always compared; hashes up to ``budget`` bytes, modules and libraries only. Rows that point out
+    RECORD. Sizes are always compared; hashes up to ``budget`` bytes, of modules and extensions only: the bundled
+    libraries of a wheel are hundreds of MB, and a swap of those shows in their names and sizes. Rows that point out
     of ``prefix`` (the venv) are not read.
     """
     rows = record(dist)
@@ -298,11 +303,15 @@ def verify(dist: Distribution, prefix: str, hashes: bool = True, budget: int = _
     if rows is None:
         return result
     inside = os.path.realpath(prefix) + os.sep
+    folders: dict[str, bool] = {}
     for row in rows:
         path = os.path.normpath(os.path.join(dist.location, row.path))
         if row.path.endswith((".pyc", "RECORD", "INSTALLER", "REQUESTED", "direct_url.json")):
             continue
-        if not (os.path.realpath(os.path.dirname(path)) + os.sep).startswith(inside):
+        folder = os.path.dirname(path)
+        if folder not in folders:
+            folders[folder] = (os.path.realpath(folder) + os.sep).startswith(inside)
+        if not folders[folder]:
             continue
         result["files"] += 1
         try:
@@ -312,7 +321,7 @@ def verify(dist: Distribution, prefix: str, hashes: bool = True, budget: int = _
             continue
         if row.size is not None and size != row.size:
             result["changed"].append(row.path)
-        elif hashes and "=" in row.digest and row.path.endswith((".py", ".so")) and size <= min(budget, _HASH_FILE):
+        elif hashes and "=" in row.digest and _hashed(row.path) and size <= min(budget, _HASH_FILE):
             budget -= size
             algorithm, _equals, expected = row.digest.partition("=")
             actual = _digest(path, algorithm)

@@ -341,15 +341,15 @@ class Reader:
         return last
 
 
-def parse(data: Any, path: str = "") -> Elf:
-    """The :class:`Elf` of ``data``; never raises, what is wrong stands in ``problem``."""
+def parse(data: Any, path: str = "", symbols: bool = True) -> Elf:
+    """The :class:`Elf` of ``data``, its undefined symbols only with ``symbols``; what is wrong stands in ``problem``."""
     try:
         reader = Reader(data)
         elf = Elf(path, bits=reader.bits, machine=reader.machine)
         elf.needed = reader.needed()
         elf.rpath, elf.runpath = reader.paths(_DT_RPATH), reader.paths(_DT_RUNPATH)
         elf.soname = reader.soname()
-        elf.undefined = reader.undefined()
+        elf.undefined = reader.undefined() if symbols else []
         elf.versions_needed = reader.versions_needed()
         elf.versions_defined = reader.versions_defined()
         return elf
@@ -374,11 +374,11 @@ class _Open:
         self.map.close()
 
 
-def read(path: str) -> Elf:
-    """:func:`parse` of a file."""
+def read(path: str, symbols: bool = True) -> Elf:
+    """:func:`parse` of a file; never raises."""
     try:
         with _Open(path) as data:
-            return parse(data, path)
+            return parse(data, path, symbols)
     except ElfError as error:
         return Elf(path, problem=str(error))
 
@@ -507,8 +507,9 @@ class Loader:
         return [*self.library_path, *self.preloaded, "ld.so.cache", *self.defaults]
 
     def elf(self, path: str) -> Elf:
+        """One file without its symbols, read once."""
         if path not in self._read:
-            self._read[path] = read(path)
+            self._read[path] = read(path, symbols=False)
         return self._read[path]
 
     def _host(self, path: str) -> str:

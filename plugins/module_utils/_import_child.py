@@ -64,7 +64,7 @@ def one(error):
         code = tb.tb_frame.f_code
         frames.append([text(code.co_filename, 500), tb.tb_lineno, text(code.co_name, 200)])
         tb = tb.tb_next
-    data["frames"] = [f for f in frames if not f[0].startswith("<")][-6:]
+    data["frames"] = [f for f in frames if not f[0].startswith("<") and "/importlib/" not in f[0]][-6:]
     return data
 
 def describe(error):

@@ -486,7 +486,7 @@ class Gatherer:
 
     def _load(self, ext: diagnose.Extension) -> None:
         path = ext.path or ""
-        elf = self.loader.elf(path)
+        elf = _elf.read(path)
         ext.problem, ext.machine = elf.problem, elf.machine
         if elf.problem or elf.machine != self.loader.machine:
             return
