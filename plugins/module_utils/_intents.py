@@ -19,7 +19,8 @@ PREFIX = "sglang_"
 USES = ("a2a", "kv_transfer", "elastic_ep")
 KNOWN_BACKENDS = ("deep_ep", "mooncake", "nixl")
 # Flags of SGLang whose value is a secret, and the only ones that --config is used for.
-SECRET_FLAGS = ("api_key", "admin_api_key", "ssl_keyfile_password")
+# With the shortest abbreviation that argparse takes for each.
+SECRET_FLAGS = {"api_key": "api_", "admin_api_key": "admin", "ssl_keyfile_password": "ssl_keyfile_"}
 # Secrets that SGLang or its libraries take from the environment.
 SECRET_ENV = {"hf_token": "HF_TOKEN"}
 _SECRET_ENV_NAME = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|API_KEY|CREDENTIALS)$")
@@ -713,8 +714,8 @@ class _Reader:
 def secret_flag(key: str) -> Optional[str]:
     """The secret flag that ``key`` means (dashes, underscores or an abbreviation that argparse takes), else None."""
     name = key.strip().lstrip("-").replace("-", "_").casefold()
-    for secret in SECRET_FLAGS:
-        if name == secret or (len(name) >= 5 and secret.startswith(name)):
+    for secret, shortest in SECRET_FLAGS.items():
+        if name.startswith(shortest) and secret.startswith(name):
             return secret
     return None
 

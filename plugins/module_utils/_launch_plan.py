@@ -74,6 +74,7 @@ def _plan_service(draft: Draft, wanted: Mapping[str, Sequence[str]], usable: boo
     if usable:
         _check_fatal_backends(draft)
     sizes = _plan_sizes.choose_sizes(draft, _plan_sizes.eplb_wanted(draft))
+    _tell_fabric(draft, sizes)
     a2a = _plan_backends.choose_a2a(draft, sizes)
     row = _rules.A2A_BACKENDS.get(a2a)
     ep = sizes.tp if row is not None and row.sets_ep else sizes.ep
@@ -381,6 +382,24 @@ def _check_gpus(draft: Draft) -> None:
         draft.warn(
             "nvlink_degraded", f"GPU {bad} is outside of NVLink: repair or leave it out", value=fabric["bad_gpus"]
         )
+
+
+def _tell_fabric(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
+    fabric = draft.fabric()
+    if len(draft.gpus()) < 2 or fabric["class"] == "unknown":
+        return
+    groups = [group for group in fabric.get("numa_groups") or [] if group]
+    text = {
+        "nvlink_full": "all GPUs reach each other over NVLink",
+        "nvlink_pairs": "NVLink joins pairs only, the rest is PCIe",
+        "degraded_nvlink": f"GPU {', '.join(map(str, fabric['bad_gpus']))} is outside of NVLink",
+        "pcie_only": "the GPUs reach each other over PCIe only",
+    }.get(fabric["class"], fabric["class"])
+    if fabric["class"] != "nvlink_full" and len(groups) > 1:
+        text += f", in {len(groups)} NUMA groups of {', '.join(str(len(group)) for group in groups)}"
+        if sizes.tp > max(len(group) for group in groups):
+            text += f"; tp {sizes.tp} crosses the sockets, tp{max(len(group) for group in groups)} with pp would not"
+    draft.decide("fabric", fabric["class"], text, {"numa_groups": groups, "bad_gpus": list(fabric["bad_gpus"])})
 
 
 def _check_arch_flags(draft: Draft) -> None:

@@ -28,7 +28,8 @@ def words(version: str, **flags: Any) -> list[str]:
 def real_parser(version: str) -> argparse.ArgumentParser:
     """A parser with the real names, numbers of values, choices and types of a version."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
-    convert = {"int": int, "float": float, "loads": json.loads, "json_list_type": json.loads}
+    convert: dict[Any, Any] = {"int": int, "float": float, "loads": json.loads, "json_list_type": json.loads}
+    convert["human_readable_int"] = lambda text: int(text) if text.isdigit() else text
     for action in json.loads((FIXTURES / "probes" / "argparse" / f"{version}.json").read_text()):
         options = action["option_strings"]
         if action["action"] == "BooleanOptionalAction":

@@ -1,0 +1,225 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""The gate, the waves and the builders of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.plan_support import codes
+
+
+def host(
+    *rejections: str, build: bool = False, instances: dict[str, Any] | None = None, **intent: Any
+) -> dict[str, Any]:
+    instances = instances if instances is not None else {"default": intent}
+    rows = [
+        {
+            "code": code,
+            "message": f"sglang_port: 0 is bad ({code})",
+            "variable": "sglang_port",
+            "value": 0,
+            "suggestion": "30000",
+        }
+        for code in rejections
+    ]
+    steps = [{"action": "build", "packages": [], "args": {"backend": "deep_ep"}}]
+    remedies = [{"backend": "deep_ep", "required": True, "steps": steps}] if build else []
+    return {
+        "intents": {"instances": instances},
+        "plans": {name: {"rejections": rows, "remedies": remedies, "effective": {}, "unit": {}} for name in instances},
+    }
+
+
+def fleet(count: int, **intent: Any) -> dict[str, Any]:
+    return {f"g{number:03}": host(**intent) for number in range(count)}
+
+
+def test_one_rejection_stops_everything_and_every_one_is_told() -> None:
+    hosts = {**fleet(2), "bad": host("port_out_of_range", "unknown_flag"), "worse": host("gpu_absent")}
+    judged = _fleet_plan.fleet_plan(hosts)
+    assert judged["accepted"] is False
+    assert judged["waves"] == judged["order"] == judged["serial"] == []
+    assert [(row["host"], row["code"]) for row in judged["rejections"]] == [
+        ("bad", "port_out_of_range"),
+        ("bad", "unknown_flag"),
+        ("worse", "gpu_absent"),
+    ]
+    for word in ("bad", "worse", "sglang_port", "0", "instead: 30000", "[gpu_absent]", "Nothing is changed"):
+        assert word in judged["message"]
+
+
+def test_refused_hosts_can_be_left_out() -> None:
+    judged = _fleet_plan.fleet_plan({**fleet(2), "bad": host("gpu_absent")}, {"on_rejection": "skip"})
+    assert judged["accepted"]
+    assert judged["order"] == ["g000", "g001"]
+    assert judged["skipped"] == [{"host": "bad", "reason": "plan refused: gpu_absent"}]
+    assert codes(judged["refused"]) == ["gpu_absent"]
+    assert "Left out: 1 hosts" in judged["message"]
+
+
+@pytest.mark.parametrize("choice", ["stop", "skip"])
+def test_unreachable_hosts(choice: str) -> None:
+    hosts = {**fleet(2), "gone": {"unreachable": True, "reason": "no route", "plans": {}, "intents": {}}}
+    judged = _fleet_plan.fleet_plan(hosts, {"on_unreachable": choice})
+    assert judged["accepted"] is (choice == "skip")
+    if choice == "stop":
+        assert codes(judged["rejections"]) == ["host_unreachable"]
+    else:
+        assert judged["skipped"] == [{"host": "gone", "reason": "no route"}]
+        assert judged["order"] == ["g000", "g001"]
+
+
+@pytest.mark.parametrize(
+    ("count", "waves", "serial"),
+    [
+        (1, None, [1]),
+        (5, None, [1, 1, 1, 1, 1]),
+        (25, None, [1, *[2] * 12]),
+        (100, None, [1, *[10] * 9, 9]),
+        (6, [1, 2], [1, 2, 2, 1]),
+        (6, ["50%"], [3, 3]),
+        (6, ["100%"], [6]),
+        (7, [2, "30%", 100], [2, 2, 3]),
+        (3, ["1%"], [1, 1, 1]),
+    ],
+)
+def test_sizes_of_waves(count: int, waves: list[Any] | None, serial: list[int]) -> None:
+    judged = _fleet_plan.fleet_plan(fleet(count), {"waves": waves} if waves else {})
+    assert judged["serial"] == serial
+    assert judged["order"] == sorted(fleet(count))
+
+
+def pair(*names: str, **more: Any) -> dict[str, Any]:
+    return {name: host(hosts=list(names), rendezvous={"address": "a", "port": 1}, **more) for name in names}
+
+
+def test_an_instance_over_hosts_is_never_split_and_ranks_stay_in_order() -> None:
+    hosts = {"b": pair("c", "b")["b"], **fleet(2), "c": pair("c", "b")["c"]}
+    judged = _fleet_plan.fleet_plan(hosts, {"waves": [1]})
+    assert judged["waves"] == [
+        [{"instance": "default", "hosts": ["c", "b"]}],
+        [{"instance": "default", "hosts": ["g000"]}],
+        [{"instance": "default", "hosts": ["g001"]}],
+    ]
+    assert judged["serial"] == [2, 1, 1]
+
+
+def test_a_limit_that_covers_a_part_is_refused() -> None:
+    judged = _fleet_plan.fleet_plan({"a": pair("a", "b")["a"]}, outside=["b", "z"])
+    (row,) = judged["rejections"]
+    assert (row["host"], row["code"], row["suggestion"]) == (
+        "a",
+        "limit_covers_part_of_instance",
+        "--limit a,b, or no limit",
+    )
+    assert codes(_fleet_plan.fleet_plan({"a": pair("a", "b")["a"]})["rejections"]) == ["instance_host_unknown"]
+    assert _fleet_plan.fleet_plan(pair("a", "b"), outside=["z"])["accepted"]
+
+
+def test_members_that_do_not_agree() -> None:
+    hosts = {**pair("a", "b"), "b": host()}
+    assert codes(_fleet_plan.fleet_plan(hosts)["rejections"]) == ["instance_hosts_disagree"]
+    hosts = pair("a", "b")
+    hosts["a"]["plans"]["default"]["effective"] = {"tp_size": 16, "node_rank": 0}
+    hosts["b"]["plans"]["default"]["effective"] = {"tp_size": 8, "node_rank": 1}
+    (row,) = _fleet_plan.fleet_plan(hosts)["rejections"]
+    assert (row["code"], row["numbers"]) == ("ranks_disagree", {"tp_size": [16, 8]})
+
+
+def test_the_others_of_an_instance_are_left_out_with_a_refused_member() -> None:
+    hosts = {**pair("a", "b"), **fleet(1)}
+    hosts["b"]["plans"]["default"]["rejections"] = [{"code": "gpu_lost", "message": "GPU 1"}]
+    judged = _fleet_plan.fleet_plan(hosts, {"on_rejection": "skip"})
+    assert judged["order"] == ["g000"]
+    assert [row["host"] for row in judged["skipped"]] == ["a", "b"]
+
+
+def test_a_wave_never_takes_a_whole_domain() -> None:
+    hosts = {f"r{rack}-{n}": host(failure_domain=f"rack{rack}") for rack in (1, 2) for n in (1, 2)}
+    judged = _fleet_plan.fleet_plan(hosts, {"waves": ["100%"]})
+    assert [[row["hosts"][0] for row in wave] for wave in judged["waves"]] == [["r1-1", "r2-1"], ["r1-2", "r2-2"]]
+
+
+def test_a_wave_never_takes_all_prefill_or_all_decode() -> None:
+    hosts = {f"{role[0]}{n}": host(role=role) for n in (1, 2, 3) for role in ("prefill", "decode")}
+    judged = _fleet_plan.fleet_plan(hosts, {"waves": ["100%"]})
+    assert [[row["hosts"][0] for row in wave] for wave in judged["waves"]] == [["p1", "d1", "p2", "d2"], ["p3", "d3"]]
+    alone = {"p": host(role="prefill"), "d": host(role="decode")}
+    assert _fleet_plan.fleet_plan(alone, {"waves": ["100%"]})["serial"] == [2]
+
+
+def test_hosts_without_anything_to_do_are_in_no_wave() -> None:
+    hosts = {
+        "idle": host(instances={}),
+        "mend": {**host(instances={}), "plans": host(build=True)["plans"]},
+        "run": host(),
+    }
+    judged = _fleet_plan.fleet_plan(hosts)
+    assert judged["order"] == ["mend", "run"]
+    assert judged["idle"] == ["idle"]
+
+
+def test_one_builder_for_each_fingerprint() -> None:
+    hosts = {f"g{n}": {**host(build=True), "fingerprint": "f" if n < 3 else "other"} for n in range(4)}
+    hosts["no"] = host()
+    judged = _fleet_plan.fleet_plan(hosts)
+    assert [(row["fingerprint"], row["builder"], row["peers"]) for row in judged["builders"]] == [
+        ("f", "g0", ["g1", "g2"]),
+        ("other", "g3", []),
+    ]
+
+
+def test_provisional_fingerprints_tell_toolkits_apart() -> None:
+    def probed(version: str) -> dict[str, Any]:
+        kit = {"path": "/c", "version": version}
+        return {**host(build=True), "probe": {"toolkits": {"toolkits": [kit], "best": "/c"}, "torch": {"version": "2"}}}
+
+    judged = _fleet_plan.fleet_plan({"a": probed("13.0"), "b": probed("13.0"), "c": probed("12.8")})
+    assert [(row["builder"], row["peers"]) for row in judged["builders"]] == [("a", ["b"]), ("c", [])]
+
+
+_hosts = st.lists(
+    st.tuples(st.sampled_from(["", "prefill", "decode"]), st.sampled_from(["", "r1", "r2", "r3"]), st.integers(0, 3)),
+    min_size=1,
+    max_size=25,
+)
+_waves = st.lists(st.integers(1, 4) | st.sampled_from(["10%", "34%", "100%"]), min_size=1, max_size=3)
+
+
+@given(_hosts, _waves)
+def test_waves_hold_their_promises(shape: list[tuple[str, str, int]], waves: list[Any]) -> None:
+    names = [f"h{number}" for number in range(len(shape))]
+    hosts: dict[str, Any] = {}
+    for name, (role, domain, partner) in zip(names, shape):
+        hosts[name] = host(role=role or None, failure_domain=domain or None)
+        if partner == 0 and len(hosts) % 3 == 0:
+            both = names[len(hosts) - 2 : len(hosts)]
+            for member in both:
+                hosts[member]["intents"]["instances"]["default"]["hosts"] = both
+    judged = _fleet_plan.fleet_plan(hosts, {"waves": waves})
+    if not judged["accepted"]:
+        assert set(codes(judged["rejections"])) == {"instance_hosts_disagree"}
+        return
+    assert sorted(judged["order"]) == sorted(names)
+    assert sum(judged["serial"]) == len(names)
+    where = {name: number for number, wave in enumerate(judged["waves"]) for row in wave for name in row["hosts"]}
+    for name in names:
+        for member in hosts[name]["intents"]["instances"]["default"].get("hosts") or []:
+            assert where[name] == where[member]
+    for key in ("role", "failure_domain"):
+        groups: dict[str, set[int]] = {}
+        sizes: dict[str, set[int]] = {}
+        for name in names:
+            intent = hosts[name]["intents"]["instances"]["default"]
+            if intent.get(key):
+                groups.setdefault(intent[key], set()).add(where[name])
+                sizes.setdefault(intent[key], set()).add(min(map(names.index, intent.get("hosts") or [name])))
+        for value, seen in groups.items():
+            assert len(seen) > 1 or len(sizes[value]) == 1, (key, value)
