@@ -74,4 +74,8 @@ class SlicedActionBase(ActionBase):
             carry=args.get("carry"),
             transient=(AnsibleConnectionFailure,),
         )
+        # The state between the slices is of no use to anybody who reads the result.
+        sent = (result.get("invocation") or {}).get("module_args")
+        if isinstance(sent, dict):
+            sent.pop("carry", None)
         return self.finish(result, args)

@@ -86,7 +86,7 @@ class Service:
              "gpufleet.sglang.service_ready", "-a", json.dumps(args), *(["--check"] if check else [])],
             capture_output=True, text=True, timeout=400,
             env=dict(os.environ, ANSIBLE_COLLECTIONS_PATH=str(ROOT / "collections"), ANSIBLE_PIPELINING="1",
-                     ANSIBLE_HOST_KEY_CHECKING="0", ANSIBLE_NOCOLOR="1", 
+                     ANSIBLE_HOST_KEY_CHECKING="0", ANSIBLE_NOCOLOR="1",
                      ANSIBLE_CALLBACK_RESULT_FORMAT="json"),
         )  # fmt: skip
         took = time.monotonic() - began
