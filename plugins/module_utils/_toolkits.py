@@ -102,8 +102,9 @@ def _execute(context: Context, path: str) -> RunResult:
 
 
 def read_toolkit(context: Context, path: str) -> dict[str, Any]:
-    """One toolkit: ``{path, version, build, nvcc_works, message, headers, cccl, source}``.
+    """One toolkit: ``{path, version, build, nvcc_works, message, headers, cccl, source, wrapper}``.
 
+    ``wrapper``: an nvcc on the PATH (such as /usr/local/bin/nvcc) whose folder is no toolkit and cannot be CUDA_HOME.
     ``version`` is nvcc's own word where nvcc runs, else the version file's. ``cccl`` is the folder to add to CPATH
     where ``cuda/std`` is not on the usual include path (CUDA 13 and later), else None.
     """
@@ -121,6 +122,8 @@ def read_toolkit(context: Context, path: str) -> dict[str, Any]:
         version, source = parse_version_file(context.read(f"{path}/{name}") or ""), name
         if version:
             break
+    headers = _is(stat.S_ISREG, context, f"{path}/include/cuda_runtime.h")
+    pip = os.path.basename(os.path.dirname(path)) == "nvidia"
     return {
         "path": path,
         "version": version,
@@ -128,8 +131,12 @@ def read_toolkit(context: Context, path: str) -> dict[str, Any]:
         "nvcc_works": works,
         "message": message,
         "source": source if version else None,
-        "headers": os.path.isfile(context.path(f"{path}/include/cuda_runtime.h")),
+        "headers": headers,
         "cccl": _cccl(context, path),
+        "wrapper": not headers
+        and path != "/usr"
+        and not any(_NAME.match(part) for part in path.split("/"))
+        and not pip,
     }
 
 
@@ -159,7 +166,7 @@ def choose(toolkits: Iterable[Mapping[str, Any]], torch_cuda: Optional[str]) -> 
     ranked = []
     for order, toolkit in enumerate(toolkits):
         have = _pair(toolkit.get("version"))
-        if have is None or not toolkit.get("nvcc_works") or have[0] != wanted[0]:
+        if have is None or not toolkit.get("nvcc_works") or have[0] != wanted[0] or toolkit.get("wrapper"):
             continue
         distance = have[1] - wanted[1]
         ranked.append((0 if distance == 0 else 1 if distance > 0 else 2, abs(distance), order, toolkit["path"]))

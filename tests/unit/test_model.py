@@ -20,7 +20,7 @@ FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
 INT4 = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
-    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
+    "config_groups": {"group_0": {"weights": {"num_bits": 4, "strategy": "group", "group_size": 32}}},
 }  # fmt: skip
 DEEPSEEK = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -82,8 +82,8 @@ LLAMA = {
         (
             DEEPSEEK,
             {"architecture": "DeepseekV3ForCausalLM", "experts": 256, "shared_experts": 1, "experts_per_token": 8,
-             "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "heads": 128, "kv_heads": 128,
-             "layers": 61, "dense_layers": 3, "nextn_layers": 1, "kv_lora_rank": 512, "dtype": "bfloat16"},
+             "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "heads": 128,
+             "kv_heads": 128, "layers": 61, "dense_layers": 3, "nextn_layers": 1, "kv_lora_rank": 512, "dtype": "bfloat16"},
         ),
         (
             KIMI,
@@ -114,7 +114,7 @@ def test_configs(config: dict[str, Any], expected: dict[str, Any]) -> None:
              "config_groups": {"g": {"weights": {"num_bits": 8, "strategy": "block", "block_structure": "128x128"}}}},
             "compressed-tensors", [128, 128], 8,
         ),
-        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "group_size": None}}}},
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}},
          "compressed-tensors", None, 8),
         ({"quant_method": "awq", "bits": 4, "group_size": 128}, "awq", [1, 128], 4),
         ({"quant_method": "gptq", "bits": 4, "group_size": -1}, "gptq", None, 4),
@@ -159,7 +159,7 @@ def index(names: list[str], total: int | None = None) -> bytes:
 
 
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+POINTER = b"version https://git-lfs.example/spec/v1\noid sha256:0\nsize 1\n"
 
 
 @pytest.mark.parametrize(

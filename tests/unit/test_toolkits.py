@@ -138,6 +138,19 @@ def test_a_broken_nvcc_is_told_with_the_version_of_its_folder(tmp_path: Path) ->
     assert found["best"] is None
 
 
+def test_a_wrapper_on_the_path_is_no_toolkit(tmp_path: Path) -> None:
+    put_nvcc(tmp_path, "/usr/local", "nvcc_13.0.txt")
+    found = _toolkits.gather(host(tmp_path, "13.0"))
+    assert [(t["path"], t["nvcc_works"], t["wrapper"]) for t in found["toolkits"]] == [("/usr/local", True, True)]
+    assert found["best"] is None
+    put_nvcc(tmp_path, "/usr", "nvcc_13.0.txt")
+    assert _toolkits.gather(host(tmp_path, "13.0"))["best"] == "/usr"
+    header = tmp_path / "usr/local/include/cuda_runtime.h"
+    header.parent.mkdir()
+    header.touch()
+    assert _toolkits.gather(host(tmp_path, "13.0", environment={"PATH": "/usr/local/bin"}))["best"] == "/usr/local"
+
+
 def test_an_nvcc_that_says_something_else_does_not_work(tmp_path: Path) -> None:
     put_nvcc(tmp_path, "/usr/local/cuda", "nvcc_err_wrapper.txt", rc=0)
     assert [t["nvcc_works"] for t in _toolkits.gather(host(tmp_path, "12.8"))["toolkits"]] == [False]
