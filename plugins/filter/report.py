@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional
 
-from ansible.errors import AnsibleFilterError
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _backends, _codes, _intents, _metrics, _report, _saved_report
 
 KEPT = (
@@ -43,7 +42,7 @@ def report_metrics(values: Mapping[str, Any], now: int) -> dict[str, str]:
 def apply_report(
     values: Mapping[str, Any], path: Optional[str] = None, host: str = "", codes: Any = None, backends: Any = None
 ) -> dict[str, Any]:
-    """The variables of a host → the plans to carry out; fails when the saved report at ``path`` no longer fits it."""
+    """The variables of a host → ``{plans, refused}``: what may be carried out, and why nothing may be."""
     try:
         report = None
         if path:
@@ -57,7 +56,7 @@ def apply_report(
             _saved_report.choices(_intents.plain(backends), "sglang_remediate_backends", _backends.BACKENDS),
         )
     except ValueError as error:
-        raise AnsibleFilterError(str(error)) from None
+        return {"plans": {}, "refused": [f"{host}: {error}"]}
 
 
 def _read(path: str) -> str:

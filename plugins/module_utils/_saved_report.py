@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -122,18 +123,6 @@ def _steps(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ]
 
 
-def refusals(report: Mapping[str, Any], hosts: Iterable[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """Return a line for each host of the run on which the saved report must not be applied."""
-    lines = []
-    for host in hosts:
-        values = hostvars[host]
-        found = differences(report, host, values.get("probe_results") or {}, values.get("probe_plans") or {})
-        if found:
-            more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
-            lines.append(f"{host}: {'; '.join(found[:4])}{more}")
-    return lines
-
-
 def _chosen(remedy: Mapping[str, Any], codes: Sequence[str], backends: Sequence[str]) -> bool:
     return (not codes or remedy.get("code") in codes) and (not backends or remedy.get("backend") in backends)
 
@@ -210,7 +199,9 @@ def choices(value: Any, variable: str, known: Iterable[str] = ()) -> list[str]:
     allowed = set(known)
     for word in words:
         if allowed and word not in allowed:
-            raise ValueError(f"{variable}: {word!r} is not known; choose from {', '.join(sorted(allowed))}")
+            near = difflib.get_close_matches(word, allowed, 1)
+            hint = f"did you mean {near[0]}?" if near else "the page of causes and the report name what can be given"
+            raise ValueError(f"{variable}: {word!r} is not known; {hint}")
     return words
 
 
@@ -222,9 +213,10 @@ def apply_host(
     codes: Sequence[str] = (),
     backends: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the narrowed plans of ``host``. ReportError when a saved report is given that no longer fits the host."""
-    if report is not None:
-        found = differences(report, host, probes, plans)
-        if found:
-            raise ReportError(f"{host} has changed since the report: {'; '.join(found)}; probe again and apply the new report")
-    return narrow(plans, probes, codes, backends)
+    """Return ``{plans, refused}``: the narrowed plans of ``host``, and a line when the saved report no longer fits it."""
+    found = differences(report, host, probes, plans) if report is not None else []
+    if found:
+        more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
+        text = f"{host} is not as the report saw it: {'; '.join(found[:4])}{more}. Probe again and apply the new report"
+        return {"plans": {}, "refused": [text]}
+    return {"plans": narrow(plans, probes, codes, backends), "refused": []}
