@@ -448,7 +448,7 @@ class ServiceUnit:
                 else {},
                 secret_env_file=f"{self.secrets_dir}/secrets.env" if secret_files.env_file else None,
                 secrets_stamp_file=None if secret_files.empty else f"{self.secrets_dir}/stamp.env",
-                has_secret_flags=bool(secret_files.flags),
+                secret_flags=list(secret_files.flags),
                 log_namespace=namespace,
                 private_tmp=not any(name.startswith("CUDA_MPS_") for name in env),
                 overrides=overrides,

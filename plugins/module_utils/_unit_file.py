@@ -74,7 +74,7 @@ class UnitSpec:
     credentials: dict[str, str] = field(default_factory=dict)  # name -> file on the host
     secret_env_file: str | None = None
     secrets_stamp_file: str | None = None
-    has_secret_flags: bool = False
+    secret_flags: list[str] = field(default_factory=list)
     log_namespace: str | None = None
     private_tmp: bool = True
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -216,9 +216,10 @@ def build_unit(spec: UnitSpec) -> Unit:
             ("LimitNOFILE", "1048576"),
             ("LimitCORE", "0"),
         ]
-        if spec.has_secret_flags and spec.systemd_version >= 253:
+        if spec.secret_flags and spec.systemd_version >= 253:
             # SGLang prints its resolved arguments, the key among them, when it starts.
-            service.append(("LogFilterPatterns", "~(api_key|api-key)"))
+            names = "|".join(re.sub(r"[-_]", "[-_]", name) for name in sorted(spec.secret_flags))
+            service.append(("LogFilterPatterns", f"~({names})"))
         if spec.log_namespace:
             service.append(("LogNamespace", spec.log_namespace))
         service += [

@@ -30,7 +30,7 @@ KEY = "tEst-k%s$1-key"
 
 pytestmark = pytest.mark.hosts
 
-LAUNCHER = '''
+LAUNCHER = """
 import os, signal, socket, sys, time
 argv = sys.argv
 if "--crash" in argv:
@@ -48,7 +48,7 @@ if os.fork() == 0:
         time.sleep(60)
 while True:
     time.sleep(60)
-'''
+"""
 
 SETUP = f"""
 set -e
@@ -144,9 +144,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 @pytest.fixture
 def s1(fleet: Fleet) -> Iterator[Fleet]:
     yield fleet
-    for instance in ("default", "other"):
-        fleet("s1", instance=instance, state="absent", purge=True)
-    shell("s1", "rm -rf /etc/systemd/system/sglang-*.d /etc/systemd/system/old.service; systemctl daemon-reload")
+    shell(
+        "s1",
+        "systemctl disable --now sglang-default sglang-other 2>/dev/null; cd /etc/systemd/system; "
+        "rm -rf sglang-* old.service /etc/gpufleet-sglang /var/lib/gpufleet-sglang /var/*/sglang /run/go; "
+        "systemctl daemon-reload; systemctl reset-failed",
+    )
 
 
 def argv_of(pid: int, host: str = "s1") -> list[str]:
@@ -161,7 +164,9 @@ def test_state_started_four_times(s1: Fleet) -> None:
     plan = make_plan()
     checked = s1("s1", "--check", "--diff", plan=plan)
     assert checked["changed"] and checked["needs"] == {"write": True, "start": True, "restart": False}
-    assert shell("s1", "ls -d /etc/systemd/system/sglang-* /etc/gpufleet-sglang/* 2>&1; true").count("No such file") == 2
+    assert (
+        shell("s1", "ls -d /etc/systemd/system/sglang-* /etc/gpufleet-sglang/* 2>&1; true").count("No such file") == 2
+    )
     applied = s1("s1", plan=plan)
     assert applied["changed"] and applied["active_state"] == "active" and applied["enabled"]
     assert applied["running_revision"] == applied["revision"] == checked["revision"]
@@ -208,7 +213,7 @@ def test_what_systemd_cannot_carry_is_refused_before_anything_changes(s1: Fleet,
 def test_changed_library_restarts_once(s1: Fleet) -> None:
     plan = make_plan()
     first = s1("s1", plan=plan)
-    shell("s1", f"echo 'torch/version.py,sha256=cccc,1' > $(echo {VENV}/lib/python3*/site-packages)/torch-*/RECORD")
+    shell("s1", f"cd {VENV}/lib/python3*/site-packages; echo 'x.py,sha256=cccc,1' >> torch-2.14.1.dist-info/RECORD")
     checked = s1("s1", "--check", plan=plan)
     assert checked["needs"] == {"write": True, "start": False, "restart": True}
     assert [item["name"] for item in checked["differences"]] == ["torch"]
@@ -251,7 +256,9 @@ def test_takeover_and_back(s1: Fleet) -> None:
         f"[Service]\nExecStart={VENV}/bin/python -m sglang.launch_server --port 30000 --api-key {key}\n"
         "KillMode=process\n[Install]\nWantedBy=multi-user.target\n"
     )
-    shell("s1", "cat > /etc/systemd/system/old.service; systemctl daemon-reload; systemctl enable --now old", stdin=unit)
+    shell(
+        "s1", "cat > /etc/systemd/system/old.service; systemctl daemon-reload; systemctl enable --now old", stdin=unit
+    )
     result = s1("s1", plan=make_plan(extra=("--tp-size", "8")), takeover="old.service")
     assert {"flag": "--tp-size", "old": None, "new": "8"} in result["taken_over"]["differences"]
     assert "kill_mode_leaves_schedulers" in [item["code"] for item in result["taken_over"]["problems"]]
@@ -307,13 +314,14 @@ def test_unreadable_model_and_low_port_are_told_together(s1: Fleet) -> None:
 
 
 def test_two_runs_at_once(s1: Fleet) -> None:
-    slow = {"Service": {"ExecStartPre": "/bin/sleep 4"}}
+    slow = {"Service": {"ExecStartPre": "/bin/sh -c 'until [ -e /run/go ]; do sleep 0.1; done'"}}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(s1, "s1", plan=make_plan(), unit_overrides=slow)
         deadline = time.monotonic() + 30
         while "start-pre" not in shell("s1", "systemctl show -P SubState sglang-default"):
             assert time.monotonic() < deadline, first.result()
         second = s1("s1", state="stopped")
+        shell("s1", "touch /run/go")
         assert "another run works on this instance: pid" in second["msg"], second
         assert first.result()["active_state"] == "active"
 
@@ -335,7 +343,7 @@ def test_crash_loop_ends_and_the_next_run_converges(s1: Fleet) -> None:
     quick = {"Service": {"RestartSec": "100ms"}}
     s1("s1", plan=make_plan(extra=("--crash",)), unit_overrides=quick)
     deadline = time.monotonic() + 60
-    while "start-limit-hit" not in shell("s1", "journalctl -u sglang-default --no-pager | tail -50"):
+    while "repeated too quickly" not in shell("s1", "journalctl -u sglang-default --no-pager"):
         assert time.monotonic() < deadline
     assert s1("s1", plan=make_plan())["active_state"] == "active"
 
