@@ -12,7 +12,8 @@ from ansible_collections.gpufleet.sglang.plugins.plugin_utils._sliced_action imp
 
 
 class ActionModule(SlicedActionBase):
-    """The build keeps its own time limit on the host; ours only ends the waiting when the host cannot say so any more."""
+    """The build keeps its own time limit on the host; ours only ends the waiting when the host cannot say so any
+    more."""
 
     MODULE = "gpufleet.sglang.deepep_wheel"
 

@@ -39,7 +39,8 @@ def deepep_role(shares: Iterable[Mapping[str, Any]], host: str) -> str:
     """One sentence for people: builds, has it, or copies from whom."""
     for share in shares:
         if share["builder"] == host:
-            return f"{'builds' if share['compiles'] else 'has'} DeepEP {share['fingerprint']} for {1 + len(share['peers'])} host(s)"
+            does = "builds" if share["compiles"] else "has"
+            return f"{does} DeepEP {share['fingerprint']} for {1 + len(share['peers'])} host(s)"
         if host in share["peers"]:
             origin = f"from {share['builder']}" if share["builder"] else "from the controller"
             return f"copies DeepEP {share['fingerprint']} {origin}"

@@ -51,7 +51,8 @@ PACKAGES = {
 
 
 def normalise_arch(text: Any) -> Optional[str]:
-    """Return ``9.0`` for ``9.0``, ``90``, ``sm_90``, ``compute_90``; ``9.0a`` for ``sm_90a``; None for anything else."""
+    """Return ``9.0`` for ``9.0``, ``90``, ``sm_90``, ``compute_90``; ``9.0a`` for ``sm_90a``; None for anything
+    else."""
     match = re.fullmatch(
         r"(?:sm_|compute_)?(\d+)(?:\.(\d))?([af]?)(?:\+ptx)?", str(text).strip().lower().replace("real", "").rstrip("-")
     )
@@ -81,7 +82,9 @@ def split_archs(value: Any) -> tuple[list[str], list[str]]:
 
 def cccl_candidates(toolkit: str, machine: str) -> list[str]:
     """Return where a toolkit of CUDA 13 keeps CCCL, best first. Servers on Arm are ``sbsa``, Jetson is ``aarch64``."""
-    targets = {"aarch64": ["sbsa-linux", "aarch64-linux"], "x86_64": ["x86_64-linux"]}.get(machine, [f"{machine}-linux"])
+    targets = {"aarch64": ["sbsa-linux", "aarch64-linux"], "x86_64": ["x86_64-linux"]}.get(
+        machine, [f"{machine}-linux"]
+    )
     folders = [os.path.join(toolkit, "targets", target, "include", "cccl") for target in targets]
     return [*folders, os.path.join(toolkit, "include", "cccl")]
 
@@ -109,13 +112,17 @@ def choose_toolkit(
     floor = max([needs, *(ARCH_NEEDS_CUDA.get(arch.rstrip("af"), "0") for arch in archs)], key=_number)
     able = [item for item in working if _number(item["version"]) >= _number(floor)]
     if not able:
-        return None, "", [
-            _problem(
-                "toolkit_too_old",
-                f"architectures {';'.join(archs) or '(none)'} need CUDA {floor} or newer; found: {seen}",
-                f"install a toolkit of CUDA {major} from {floor} on",
-            )
-        ]
+        return (
+            None,
+            "",
+            [
+                _problem(
+                    "toolkit_too_old",
+                    f"architectures {';'.join(archs) or '(none)'} need CUDA {floor} or newer; found: {seen}",
+                    f"install a toolkit of CUDA {major} from {floor} on",
+                )
+            ],
+        )
     # The same minor as torch first; otherwise the nearest newer, then the newest older one.
     best = min(
         able,
@@ -153,17 +160,24 @@ def plan_build(facts: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, A
     ``gpus: [{name, compute_capability}]``, ``source`` (``_deepep_source.recognise`` and ``revision``), ``nvshmem`` and
     ``nccl`` (``{root, version, cuda_major, origin: venv|given, libs: [name], device_lib, device_header,
     needs_mlx5dv}`` or None), ``wheel_include``/``wheel_lib`` (folders of torch's CUDA wheels),
-    ``headers: {name: bool}``, ``compiler: {path, version} | None``, ``tools: {setuptools, wheel, ninja: version|None}``,
-    ``pip: str|None``, ``git: bool``, ``libcuda: {link: folder|None, library: path|None}``, ``memory``, ``cpus``, ``disk``
-    (bytes), ``machine``, ``libc``, ``os_family``.
+    ``headers: {name: bool}``, ``compiler: {path, version} | None``, ``tools: {setuptools, wheel, ninja:
+    version|None}``, ``pip: str|None``, ``git: bool``, ``libcuda: {link: folder|None, library: path|None}``,
+    ``memory``, ``cpus``, ``disk`` (bytes), ``machine``, ``libc``, ``os_family``.
     ``want``: ``gpu_archs``, ``max_jobs``, ``allow_unproven_archs``, ``wheelhouse``, ``wheelhouse_has: [name]``,
     ``multinode``, ``num_topk_idx_bits``, ``environment``, ``extra_include_dirs``, ``source_kind``.
 
     Returns ``{problems: [{code, message, mend, packages}], warnings: [{code, message}], decisions: [{question, answer,
-    because}], toolkit, archs, jobs, env, cpath, library_path, links: [{name, target}], overlay: [requirement], service_env,
-    fingerprint_facts}``. ``links`` and ``overlay`` go into the build's own overlay, never into the venv.
+    because}], toolkit, archs, jobs, env, cpath, library_path, links: [{name, target}], overlay: [requirement],
+    service_env, fingerprint_facts}``. ``links`` and ``overlay`` go into the build's own overlay, never into the venv.
     """
-    plan: dict[str, Any] = {"problems": [], "warnings": [], "decisions": [], "links": [], "overlay": [], "service_env": {}}
+    plan: dict[str, Any] = {
+        "problems": [],
+        "warnings": [],
+        "decisions": [],
+        "links": [],
+        "overlay": [],
+        "service_env": {},
+    }
     source = facts.get("source") or {}
     generation = source.get("generation") or "unknown"
     torch = facts.get("torch") or {}
@@ -180,7 +194,11 @@ def plan_build(facts: Mapping[str, Any], want: Mapping[str, Any]) -> dict[str, A
         if toolkit:
             _decide(plan, "toolkit", toolkit["path"], because)
             if toolkit["version"] != torch["cuda"]:
-                _warn(plan, "toolkit_minor_mismatch", f"toolkit {toolkit['version']}, torch {torch['cuda']}: works, untested upstream")
+                _warn(
+                    plan,
+                    "toolkit_minor_mismatch",
+                    f"toolkit {toolkit['version']}, torch {torch['cuda']}: works, untested upstream",
+                )
     _check_communication(plan, facts, torch, source, generation)
     _check_tools(plan, facts, want, source)
     _check_headers(plan, facts, source)
@@ -319,13 +337,19 @@ def _archs(plan: dict[str, Any], facts: Mapping[str, Any], want: Mapping[str, An
             _warn(plan, "gpu_not_covered", f"gpu_archs leaves out {';'.join(uncovered)}, which this host's GPUs have")
     elif present:
         archs = present
-        _decide(plan, "gpu_archs", ";".join(archs), "of the GPUs present: " + ", ".join(sorted({str(n) for n in names.values()})))
+        _decide(
+            plan,
+            "gpu_archs",
+            ";".join(archs),
+            "of the GPUs present: " + ", ".join(sorted({str(n) for n in names.values()})),
+        )
     else:
         if not bad:
             _refuse(
                 plan,
                 "gpu_archs_unknown",
-                "this host shows no GPU and gpu_archs is not set",
+                f"this host shows no GPU and gpu_archs is not set{': ' if facts.get('gpus_message') else ''}"
+                f"{facts.get('gpus_message') or ''}",
                 "set gpu_archs to those of the hosts that will run it, for example 9.0 for H100 and H200",
             )
         return []
@@ -352,8 +376,8 @@ def _archs(plan: dict[str, Any], facts: Mapping[str, Any], want: Mapping[str, An
             _warn(
                 plan,
                 "jit_needs_newer_nvcc",
-                "DeepEP 2 compiles kernels at run time, and ptxas up to 13.0 rejects its st.bulk on sm_100a and sm_120a: "
-                "the serving host needs nvcc 13.1 or newer",
+                "DeepEP 2 compiles kernels at run time, and ptxas up to 13.0 rejects its st.bulk on sm_100a and "
+                "sm_120a: the serving host needs nvcc 13.1 or newer",
             )
     return archs
 
@@ -383,7 +407,13 @@ def _check_communication(
     nccl = facts.get("nccl")
     pip_name = f"nvidia-nccl-cu{major or '13'}"
     if not nccl:
-        _refuse(plan, "nccl_missing", "NCCL is neither in the venv nor given", f"install {pip_name} or give nccl_dir", [pip_name])
+        _refuse(
+            plan,
+            "nccl_missing",
+            "NCCL is neither in the venv nor given",
+            f"install {pip_name} or give nccl_dir",
+            [pip_name],
+        )
         return
     if _versions.within(nccl.get("version"), ">=" + NCCL_NEEDS["v2"]) is False:
         _refuse(
@@ -394,7 +424,12 @@ def _check_communication(
             [f"{pip_name}>={NCCL_NEEDS['v2']}"],
         )
     if not nccl.get("device_header", True):
-        _refuse(plan, "nccl_headers_missing", f"{nccl['root']} has no nccl_device.h", f"use {pip_name} or NCCL's development package")
+        _refuse(
+            plan,
+            "nccl_headers_missing",
+            f"{nccl['root']} has no nccl_device.h",
+            f"use {pip_name} or NCCL's development package",
+        )
     if nccl.get("origin") == "given":
         # DeepEP 2 looks for NCCL again when it is imported.
         plan["service_env"]["EP_NCCL_ROOT_DIR"] = nccl["root"]
@@ -436,9 +471,18 @@ def _check_nvshmem(
             [f"{pip_name}=={NVSHMEM_SAFE}"],
         )
     elif _versions.within(version, ">=3.5.19") and generation == "v2":
-        _warn(plan, "nvshmem_legacy_timeout", f"NVSHMEM {version}: 'timeout (dispatch CPU)' was reported; {NVSHMEM_SAFE} is the safe pin")
+        _warn(
+            plan,
+            "nvshmem_legacy_timeout",
+            f"NVSHMEM {version}: 'timeout (dispatch CPU)' was reported; {NVSHMEM_SAFE} is the safe pin",
+        )
     if not nvshmem.get("device_lib", True):
-        _refuse(plan, "nvshmem_device_library_missing", f"{nvshmem['root']}/lib has no libnvshmem_device.a", f"install {pip_name}")
+        _refuse(
+            plan,
+            "nvshmem_device_library_missing",
+            f"{nvshmem['root']}/lib has no libnvshmem_device.a",
+            f"install {pip_name}",
+        )
     style = source.get("nvshmem_host_link")
     if style == "unversioned" or (style == "wheel_only" and nvshmem.get("origin") == "given"):
         _link(plan, nvshmem, "libnvshmem_host.so")
@@ -454,11 +498,21 @@ def _link(plan: dict[str, Any], package: Mapping[str, Any], name: str) -> None:
         plan["links"].append({"name": name, "target": os.path.join(package["root"], "lib", versioned[0])})
 
 
-def _check_tools(plan: dict[str, Any], facts: Mapping[str, Any], want: Mapping[str, Any], source: Mapping[str, Any]) -> None:
+def _check_tools(
+    plan: dict[str, Any], facts: Mapping[str, Any], want: Mapping[str, Any], source: Mapping[str, Any]
+) -> None:
     if not facts.get("compiler"):
-        _refuse(plan, "cxx_compiler_missing", "there is no C++ compiler", "install g++", _os_packages(facts, "compiler"))
+        _refuse(
+            plan, "cxx_compiler_missing", "there is no C++ compiler", "install g++", _os_packages(facts, "compiler")
+        )
     if want.get("source_kind") == "git" and not facts.get("git", True):
-        _refuse(plan, "git_missing", "the source is a git URL and there is no git", "install git", _os_packages(facts, "git"))
+        _refuse(
+            plan,
+            "git_missing",
+            "the source is a git URL and there is no git",
+            "install git",
+            _os_packages(facts, "git"),
+        )
     tools = facts.get("tools") or {}
     if not tools.get("ninja"):
         plan["overlay"].append("ninja")
@@ -493,7 +547,9 @@ def _check_tools(plan: dict[str, Any], facts: Mapping[str, Any], want: Mapping[s
 def _check_headers(plan: dict[str, Any], facts: Mapping[str, Any], source: Mapping[str, Any]) -> None:
     includes = source.get("includes") or []
     headers = facts.get("headers") or {}
-    ibgda = "device_host_transport/nvshmem_common_ibgda.h" in includes and (facts.get("nvshmem") or {}).get("needs_mlx5dv")
+    ibgda = "device_host_transport/nvshmem_common_ibgda.h" in includes and (facts.get("nvshmem") or {}).get(
+        "needs_mlx5dv"
+    )
     for header in ("infiniband/mlx5dv.h", "infiniband/verbs.h"):
         wanted = header in includes or (header == "infiniband/mlx5dv.h" and ibgda)
         if wanted and not headers.get(header):
@@ -576,7 +632,7 @@ def _paths(
     elif toolkit and toolkit.get("cccl") is None and _wheel_with(facts, "cccl"):
         cpath.append(os.path.join(str(_wheel_with(facts, "cccl")), "cccl"))
     if toolkit and not toolkit.get("cusparse", True):
-        cpath.extend(str(item["path"]) for item in facts.get("wheel_include") or [] if "cusparse" in item["has"] or item["has"])
+        cpath.extend(str(item["path"]) for item in facts.get("wheel_include") or [] if set(item["has"]) - {"cccl"})
     cpath.extend(want.get("extra_include_dirs") or [])
     libraries = []
     for package in ("nvshmem", "nccl"):

@@ -30,7 +30,13 @@ def step(want: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
         return _step(want, check_mode, carry, deadline)
     except Refused as refused:
         cause = {"code": refused.code, "message": str(refused), "mend": refused.mend}
-        result: dict[str, Any] = {"changed": False, "build_state": "blocked", "cause": cause, "cached": False, "usable": False}
+        result: dict[str, Any] = {
+            "changed": False,
+            "build_state": "blocked",
+            "cause": cause,
+            "cached": False,
+            "usable": False,
+        }
         if want["state"] == "info":
             problem = dict(cause, packages=[])
             return dict(result, preflight={"problems": [problem], "warnings": [], "decisions": []}, fingerprint=None)
@@ -153,7 +159,12 @@ def _build(builder: Builder, result: dict[str, Any], carry: dict[str, Any], dead
 
 
 def _present(
-    builder: Builder, manifest: dict[str, Any], result: dict[str, Any], carry: dict[str, Any], deadline: float, only_look: bool
+    builder: Builder,
+    manifest: dict[str, Any],
+    result: dict[str, Any],
+    carry: dict[str, Any],
+    deadline: float,
+    only_look: bool,
 ) -> dict[str, Any]:
     proof = builder.proof(manifest)
     wheel = os.path.join(builder.wheel_dir, manifest["wheel"]["file"])
@@ -168,13 +179,21 @@ def _present(
             return dict(result, **_goes_on(carry, proof_dir, status))
         proof = builder.proof_result()
         if not proof["ok"]:
-            return _failed(dict(result, cached=True), dict(proof, mend="the venv differs from the one it was built for", log=os.path.join(proof_dir, "log")))
+            return _failed(
+                dict(result, cached=True),
+                dict(proof, mend="the venv differs from the one it was built for", log=os.path.join(proof_dir, "log")),
+            )
         builder.note_proof(manifest, proof)
     return _final(builder, manifest, result, changed, "present", proof)
 
 
 def _final(
-    builder: Builder, manifest: dict[str, Any], result: dict[str, Any], changed: bool, state: str, proof: Optional[Mapping[str, Any]]
+    builder: Builder,
+    manifest: dict[str, Any],
+    result: dict[str, Any],
+    changed: bool,
+    state: str,
+    proof: Optional[Mapping[str, Any]],
 ) -> dict[str, Any]:
     return dict(
         result,
@@ -203,7 +222,8 @@ def _smoke_step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any]
     builder.look()
     if builder.identity is None:
         raise Refused(str(builder.venv["code"]), str(builder.venv["message"]), "name an existing venv in venv")
-    refusal = _smoke.refusal(builder.facts.get("gpus") or [], _smoke.busy_gpus(builder.run), want.get("smoke_gpus"))
+    gpus = builder.facts.get("gpus") or []
+    refusal = _smoke.refusal(gpus, _smoke.busy_gpus(gpus), want.get("smoke_gpus"))
     if refusal or check_mode:
         smoke = refusal or {"state": "skipped", "code": "check_mode", "message": "nothing is run in check mode"}
         return {"changed": False, "build_state": "smoke", "smoke": smoke}

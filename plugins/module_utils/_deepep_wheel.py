@@ -4,8 +4,8 @@
 """Private to this collection: from a source to a proven DeepEP wheel in the host's cache, in steps that can be resumed.
 
 Folders below the state folder: ``sources/<key>`` (fetched git trees), ``builds/<fingerprint>`` (a detached job and its
-work), ``wheels/<fingerprint>`` (the product: wheel, manifest.json, build.log). Everything is decided again on each call from
-what lies there, so that any call can be the first one after a crash.
+work), ``wheels/<fingerprint>`` (the product: wheel, manifest.json, build.log). Everything is decided again on each
+call from what lies there, so that any call can be the first one after a crash.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _distributions,
     _drop,
     _fingerprint,
+    _gpus,
+    _toolkits,
     _venv,
     _wheel_inspect,
 )
+from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Context
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run, run
 
 DEFAULT_REPOSITORY = "https://github.com/deepseek-ai/DeepEP"
@@ -52,7 +55,8 @@ for name in ("setuptools", "wheel", "ninja", "pip", "sglang"):
 try:
     import ensurepip
     bundled = [os.path.join(os.path.dirname(ensurepip.__file__), "_bundled", f)
-               for f in os.listdir(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled")) if f.startswith("pip-")]
+               for f in os.listdir(os.path.join(os.path.dirname(ensurepip.__file__), "_bundled")) if
+               f.startswith("pip-")]
 except (ImportError, OSError):
     bundled = []
 include = sysconfig.get_paths()["include"]
@@ -90,7 +94,8 @@ else:
     skipped = {"build", "dist", "__pycache__"} | (set() if job["kind"] == "git" else {".git"})
     def ignore(folder, names):
         top = os.path.normpath(folder) == os.path.normpath(source)
-        return [n for n in names if n == "__pycache__" or n.endswith((".egg-info", ".so", ".pyc")) or (top and n in skipped)]
+        made = (".egg-info", ".so", ".pyc")
+        return [n for n in names if n == "__pycache__" or n.endswith(made) or (top and n in skipped)]
     shutil.copytree(source, target, symlinks=True, ignore=ignore)
 lib = os.path.join(work, "overlay", "lib")
 os.makedirs(lib, exist_ok=True)
@@ -153,12 +158,17 @@ try:
         result["ok"] = True
         result["names"] = names
 except BaseException as error:
-    result["error"], result["type"], result["name"] = str(error)[:2000], type(error).__name__, getattr(error, "name", None)
+    result["error"], result["type"], result["name"] = str(error)[:2000], type(error).__name__, getattr(error, "name",
+    None)
 print("GPUFLEET_PROOF " + json.dumps(result), flush=True)
 """
 
 _IMPORT_CAUSES = (
-    ("needs_gpu", r"libcuda\.so\.1: cannot open|no CUDA-capable device|CUDA driver version is insufficient|No CUDA GPUs", "driver"),
+    (
+        "needs_gpu",
+        r"libcuda\.so\.1: cannot open|no CUDA-capable device|CUDA driver version is insufficient|No CUDA GPUs",
+        "driver",
+    ),
     ("device_link_missing", r"undefined symbol: __cudaRegisterLinkedBinary", "wheel"),
     ("libstdcxx_mismatch", r"GLIBCXX_|CXXABI_|__exception_ptr|undefined symbol: _ZNSt15__exception_ptr", "libstdc++"),
     ("torch_abi_mismatch", r"undefined symbol: \S*(?:c10|at\d|torch|THP|2at)", "torch ABI"),
@@ -184,46 +194,42 @@ def import_cause(error: Optional[str], kind: Optional[str]) -> dict[str, str]:
     for code, pattern, layer in _IMPORT_CAUSES:
         if re.search(pattern, error or ""):
             return {"code": code, "layer": layer, "message": str(error)}
-    return {"code": "import_failed", "layer": "wheel", "message": f"{kind or 'no result'}: {error or 'the interpreter ended'}"}
+    return {
+        "code": "import_failed",
+        "layer": "wheel",
+        "message": f"{kind or 'no result'}: {error or 'the interpreter ended'}",
+    }
 
 
 # --- looking ---------------------------------------------------------------------------------------------------------
 
 
-def find_toolkits(runner: Run, given: Optional[str], environment: Mapping[str, str], machine: str) -> list[dict[str, Any]]:
+def find_toolkits(context: Context, given: Optional[str], machine: str) -> list[dict[str, Any]]:
     """Return the CUDA toolkits of this host (``plan_build``'s ``toolkits``); ``given`` alone when it is set."""
-    if given:
-        roots = [given]
-    else:
-        roots = [environment.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-        roots += ["/usr/local/cuda", *sorted(glob.glob("/usr/local/cuda-*")), *sorted(glob.glob("/opt/cuda*"))]
-        roots += sorted(glob.glob("/opt/nvidia/hpc_sdk/Linux_*/*/cuda/*"))
-        roots += ["/opt/nvidia/cuda", "/usr/lib/cuda", "/usr"]
-        found = shutil.which("nvcc")
-        if found:
-            roots.append(os.path.dirname(os.path.dirname(os.path.realpath(found))))
-    toolkits: list[dict[str, Any]] = []
-    seen: set[str] = set()
-    for root in filter(None, roots):
-        nvcc = os.path.join(root, "bin", "nvcc")
-        real = os.path.realpath(nvcc)
-        if real in seen or not os.path.exists(nvcc):
-            continue
-        seen.add(real)
+    paths = [given] if given else _toolkits.candidates(context)
+    if not given and shutil.which("nvcc"):
+        home = os.path.dirname(os.path.dirname(os.path.realpath(str(shutil.which("nvcc")))))
         # A wrapper in /usr/local/bin is no toolkit: nothing lies beside it.
-        if not given and not any(os.path.isdir(os.path.join(root, item)) for item in ("nvvm", "targets")) and root != "/usr":
-            continue
-        toolkits.append(_toolkit(runner, root, machine))
+        if any(os.path.isdir(os.path.join(home, name)) for name in ("nvvm", "targets")):
+            paths.append(home)
+    toolkits = []
+    for path in dict.fromkeys(paths):
+        found = _toolkits.read_toolkit(context, path)
+        found.update(_toolkit_parts(path, machine))
+        # A wrapper beside nothing (/usr/local/bin/nvcc): its version says something, its folder does not.
+        if given or found["headers"] or path == "/usr":
+            toolkits.append(found)
     return toolkits
 
 
-def _toolkit(runner: Run, root: str, machine: str) -> dict[str, Any]:
-    answer = runner([os.path.join(root, "bin", "nvcc"), "--version"], 20)
-    match = re.search(r"release (\d+\.\d+)(?:, V(\d+\.\d+\.\d+))?", answer.stdout)
+def _toolkit_parts(root: str, machine: str) -> dict[str, Any]:
     include = os.path.join(root, "include")
     target = os.path.dirname(os.path.dirname(_deepep_preflight.cccl_candidates(root, machine)[0]))
     cccl: Optional[str] = None
-    if any(os.path.exists(os.path.join(folder, "cuda", "std", "tuple")) for folder in (include, os.path.join(target, "include"))):
+    if any(
+        os.path.exists(os.path.join(folder, "cuda", "std", "tuple"))
+        for folder in (include, os.path.join(target, "include"))
+    ):
         cccl = ""
     else:
         for folder in _deepep_preflight.cccl_candidates(root, machine):
@@ -233,29 +239,13 @@ def _toolkit(runner: Run, root: str, machine: str) -> dict[str, Any]:
     folders = [os.path.join(root, "lib64"), os.path.join(root, "lib"), os.path.join(target, "lib")]
     stubs = [os.path.join(folder, "stubs") for folder in folders]
     return {
-        "path": root,
-        "version": match.group(1) if match else None,
-        "build": match.group(2) if match else None,
-        "nvcc_works": answer.rc == 0 and match is not None,
-        "message": None if answer.rc == 0 else (answer.stderr or answer.stdout).strip()[-300:],
         "cccl": cccl,
-        "cusparse": any(os.path.exists(os.path.join(f, "cusparse.h")) for f in (include, os.path.join(target, "include"))),
+        "cusparse": any(
+            os.path.exists(os.path.join(f, "cusparse.h")) for f in (include, os.path.join(target, "include"))
+        ),
         "stubs": next((folder for folder in stubs if os.path.exists(os.path.join(folder, "libcuda.so"))), None),
         "nvtx3interop": any(os.path.exists(os.path.join(folder, "libnvtx3interop.so")) for folder in folders),
     }
-
-
-def find_gpus(runner: Run) -> list[dict[str, str]]:
-    """Return ``[{name, compute_capability}]`` of nvidia-smi, [] without a working one."""
-    answer = runner(["nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader"], 30)
-    if answer.rc != 0:
-        return []
-    gpus = []
-    for line in answer.stdout.splitlines():
-        name, _comma, capability = line.rpartition(",")
-        if re.fullmatch(r"\d+\.\d+", capability.strip()):
-            gpus.append({"name": name.strip(), "compute_capability": capability.strip()})
-    return gpus
 
 
 def find_package(name: str, site_packages: Sequence[str], given: Optional[str]) -> Optional[dict[str, Any]]:
@@ -289,7 +279,10 @@ def _header_version(name: str, root: str) -> Optional[str]:
         text = _read(os.path.join(root, "include", "nccl.h")) or ""
         parts = [re.search(rf"#define NCCL_{part}\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
     else:
-        text = "".join(_read(item) or "" for item in glob.glob(os.path.join(root, "include", "**", "nvshmem_version.h"), recursive=True))
+        text = "".join(
+            _read(item) or ""
+            for item in glob.glob(os.path.join(root, "include", "**", "nvshmem_version.h"), recursive=True)
+        )
         parts = [re.search(rf"NVSHMEM_VENDOR_{part}_VERSION\s+(\d+)", text) for part in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(match.group(1) for match in parts if match) or None
 
@@ -309,7 +302,12 @@ def _wheel_includes(site_packages: Sequence[str]) -> list[dict[str, Any]]:
         for folder in sorted(glob.glob(os.path.join(root, "nvidia", "*", "include"))):
             has = [
                 name
-                for name, member in (("cccl", "cccl/cuda/std/tuple"), ("cusparse", "cusparse.h"), ("cublas", "cublas_v2.h"), ("cusolver", "cusolverDn.h"))
+                for name, member in (
+                    ("cccl", "cccl/cuda/std/tuple"),
+                    ("cusparse", "cusparse.h"),
+                    ("cublas", "cublas_v2.h"),
+                    ("cusolver", "cusolverDn.h"),
+                )
                 if os.path.exists(os.path.join(folder, member))
             ]
             if has:
@@ -339,9 +337,18 @@ def _disk_free(path: str) -> int:
 
 
 def _libcuda() -> dict[str, Optional[str]]:
-    folders = ["/usr/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib"]
+    folders = [
+        "/usr/lib64",
+        "/usr/lib/x86_64-linux-gnu",
+        "/usr/lib/aarch64-linux-gnu",
+        "/usr/lib",
+        "/usr/local/nvidia/lib64",
+        "/usr/local/nvidia/lib",
+    ]
     link = next((folder for folder in folders if os.path.exists(os.path.join(folder, "libcuda.so"))), None)
-    library = next((os.path.join(f, "libcuda.so.1") for f in folders if os.path.exists(os.path.join(f, "libcuda.so.1"))), None)
+    library = next(
+        (os.path.join(f, "libcuda.so.1") for f in folders if os.path.exists(os.path.join(f, "libcuda.so.1"))), None
+    )
     return {"link": link, "library": library}
 
 
@@ -363,10 +370,15 @@ class Builder:
     # -- the source
 
     def source_kind(self) -> str:
-        return "git" if self.want.get("source_url") else ("tarball" if os.path.isfile(str(self.want.get("source_path") or "")) else "folder")
+        return (
+            "git"
+            if self.want.get("source_url")
+            else ("tarball" if os.path.isfile(str(self.want.get("source_path") or "")) else "folder")
+        )
 
     def resolve_source(self) -> dict[str, Any]:
-        """Say which source is meant, without changing anything: ``{kind, location, revision, ready, tree|None, top, key}``.
+        """Say which source is meant, without changing anything: ``{kind, location, revision, ready, tree|None, top,
+        key}``.
 
         Raises Refused for a source that cannot be used.
         """
@@ -375,32 +387,66 @@ class Builder:
             raise Refused("source_ambiguous", "source_path and source_url are both set", "set one of them")
         if path:
             if not os.path.isabs(path) or not os.path.exists(path):
-                raise Refused("source_absent", f"source_path: there is no {path} on this host", "give an absolute path on the host")
+                raise Refused(
+                    "source_absent",
+                    f"source_path: there is no {path} on this host",
+                    "give an absolute path on the host",
+                )
             if os.path.isdir(path):
                 tree = _deepep_source.FolderTree(path)
-                return {"kind": "folder", "location": path, "revision": "tree-" + tree.digest()[:16], "ready": True, "tree": tree, "top": ""}
+                return {
+                    "kind": "folder",
+                    "location": path,
+                    "revision": "tree-" + tree.digest()[:16],
+                    "ready": True,
+                    "tree": tree,
+                    "top": "",
+                }
             try:
                 archive = _deepep_source.TarTree(path)
             except (OSError, EOFError, _deepep_source.tarfile.TarError) as error:
-                raise Refused("source_unreadable", f"source_path: {path} is no tar archive: {error}", "give a tar archive or a folder") from None
+                raise Refused(
+                    "source_unreadable",
+                    f"source_path: {path} is no tar archive: {error}",
+                    "give a tar archive or a folder",
+                ) from None
             revision = "tar-" + _wheel_inspect.sha256(path)[:16]
-            return {"kind": "tarball", "location": path, "revision": revision, "ready": True, "tree": archive, "top": archive.top}
+            return {
+                "kind": "tarball",
+                "location": path,
+                "revision": revision,
+                "ready": True,
+                "tree": archive,
+                "top": archive.top,
+            }
         return self._resolve_git(str(url or DEFAULT_REPOSITORY))
 
     def _resolve_git(self, url: str) -> dict[str, Any]:
         if re.match(r"\w+://[^/@]*:[^/@]*@", url):
-            raise Refused("source_url_has_password", "source_url holds a password, which would end up in logs", "use ssh or a credential helper of the venv's owner")
+            raise Refused(
+                "source_url_has_password",
+                "source_url holds a password, which would end up in logs",
+                "use ssh or a credential helper of the venv's owner",
+            )
         if url.startswith("-") or (":" not in url and not url.startswith("/")):
-            raise Refused("source_url_invalid", f"source_url: {url!r} is no git URL", "for a folder or a tarball on the host use source_path")
+            raise Refused(
+                "source_url_invalid",
+                f"source_url: {url!r} is no git URL",
+                "for a folder or a tarball on the host use source_path",
+            )
         wanted = self.want.get("revision")
         why = "given"
         if not wanted:
             wanted, why = _deepep_source.pinned_revision((self.facts.get("versions") or {}).get("sglang"))
         wanted = str(wanted)
         if wanted.startswith("-") or not re.fullmatch(r"[\w./+-]+", wanted):
-            raise Refused("revision_invalid", f"revision: {wanted!r} is no git revision", "give a commit, tag or branch")
+            raise Refused(
+                "revision_invalid", f"revision: {wanted!r} is no git revision", "give a commit, tag or branch"
+            )
         known = [commit for commit in _deepep_source.KNOWN_REVISIONS if len(wanted) >= 7 and commit.startswith(wanted)]
-        revision: Optional[str] = known[0] if len(known) == 1 else (wanted if re.fullmatch(r"[0-9a-f]{40}", wanted) else None)
+        revision: Optional[str] = (
+            known[0] if len(known) == 1 else (wanted if re.fullmatch(r"[0-9a-f]{40}", wanted) else None)
+        )
         if revision is None:
             # A name can move: ask. An abbreviated commit cannot be asked for; the fetch finds it.
             answer = self.run_as(["git", "ls-remote", "--", url, wanted, f"{wanted}^{{}}"], 40, self._git_environment())
@@ -415,8 +461,8 @@ class Builder:
         if done and ready:
             revision = done.get("revision") or revision
         return {
-            "kind": "git", "location": url, "revision": revision or wanted, "wanted": wanted, "why": why, "ready": ready,
-            "tree": tree, "top": "", "folder": folder,
+            "kind": "git", "location": url, "revision": revision or wanted, "wanted": wanted, "why": why,
+            "ready": ready, "tree": tree, "top": "", "folder": folder,
         }  # fmt: skip
 
     def _git_environment(self) -> dict[str, str]:
@@ -431,14 +477,25 @@ class Builder:
             "id": os.path.basename(folder),
             "time_limit": min(float(self.want["time_limit"]), 1800),
             "heartbeat": 2,
-            "steps": [{"name": "fetch", "argv": argv, "env": self.environment(self._git_environment()), "cwd": folder, "user": self.user}],
+            "steps": [
+                {
+                    "name": "fetch",
+                    "argv": argv,
+                    "env": self.environment(self._git_environment()),
+                    "cwd": folder,
+                    "user": self.user,
+                }
+            ],
         }
 
     def finish_fetch(self) -> None:
         """Note the revision that a finished fetch brought."""
         folder = self.source["folder"]
         commits = [line for line in _detached.log_lines(folder) if re.fullmatch(r"[0-9a-f]{40}", line)]
-        _detached.write_json(os.path.join(folder, "source.json"), {"url": self.source["location"], "revision": commits[-1] if commits else None})
+        _detached.write_json(
+            os.path.join(folder, "source.json"),
+            {"url": self.source["location"], "revision": commits[-1] if commits else None},
+        )
 
     # -- looking
 
@@ -481,14 +538,24 @@ class Builder:
             cpus=len(os.sched_getaffinity(0)),
             disk=_disk_free(self.state_dir),
         )
-        self.facts["toolkits"] = find_toolkits(self.run, self.want.get("toolkit"), self.want.get("environment") or {}, self.facts["machine"])
-        self.facts["gpus"] = find_gpus(self.run)
+        given = {str(name): str(value) for name, value in (self.want.get("environment") or {}).items()}
+        context = Context(run=self.run, venv=self.venv, environment={**os.environ, **given})
+        self.facts["toolkits"] = find_toolkits(context, self.want.get("toolkit"), self.facts["machine"])
+        seen = _gpus.read_gpus(self.run, 30)
+        self.facts["gpus"] = [device for device in seen["devices"] if not device["lost"]]
+        self.facts["gpus_message"] = seen["message"]
 
     def _owner(self) -> _drop.Identity:
         try:
-            identity = _drop.owner_of([self.venv["path"] if os.path.isdir(self.venv["path"]) else os.path.dirname(self.venv["python"])])
+            identity = _drop.owner_of(
+                [self.venv["path"] if os.path.isdir(self.venv["path"]) else os.path.dirname(self.venv["python"])]
+            )
             if identity.uid != os.geteuid() and os.geteuid() != 0:
-                raise Refused("not_the_owner", f"the venv belongs to {identity.name}, this runs as {_drop.current().name}", "use become: true")
+                raise Refused(
+                    "not_the_owner",
+                    f"the venv belongs to {identity.name}, this runs as {_drop.current().name}",
+                    "use become: true",
+                )
             return identity
         except _drop.CannotDrop as error:
             raise Refused("venv_owner", str(error), "give the venv one owner") from None
@@ -499,7 +566,9 @@ class Builder:
             return dict(json.loads(answer.stdout.splitlines()[-1]))
         except (ValueError, IndexError):
             said = (answer.stderr or answer.stdout).strip()[-300:]
-            raise Refused("venv_python_broken", f"{self.venv['python']} does not run: {said}", "repair the venv") from None
+            raise Refused(
+                "venv_python_broken", f"{self.venv['python']} does not run: {said}", "repair the venv"
+            ) from None
 
     def _compiler(self) -> Optional[dict[str, str]]:
         for name in (self.want.get("compiler"), "g++", "c++"):
@@ -530,10 +599,16 @@ class Builder:
         compiler = (self.facts.get("compiler") or {}).get("path")
         if not compiler:
             return {}
-        extra = {"CPATH": ":".join(self.want.get("extra_include_dirs") or [])} if self.want.get("extra_include_dirs") else {}
+        extra = (
+            {"CPATH": ":".join(self.want.get("extra_include_dirs") or [])}
+            if self.want.get("extra_include_dirs")
+            else {}
+        )
         found = {}
         for name in names:
-            answer = self.run_as([compiler, "-x", "c++", "-E", "-o", "/dev/null", "-include", name, "/dev/null"], 30, extra)
+            answer = self.run_as(
+                [compiler, "-x", "c++", "-E", "-o", "/dev/null", "-include", name, "/dev/null"], 30, extra
+            )
             found[name] = answer.rc == 0
         return found
 
@@ -544,7 +619,12 @@ class Builder:
             about = _deepep_source.recognise(tree)
         else:
             known = _deepep_source.KNOWN_REVISIONS.get(str(self.source.get("revision")))
-            about = {"generation": known["generation"] if known else "unknown", "includes": [], "submodules": [], "message": "not fetched yet"}
+            about = {
+                "generation": known["generation"] if known else "unknown",
+                "includes": [],
+                "submodules": [],
+                "message": "not fetched yet",
+            }
         self.facts["source"] = dict(about, revision=self.source.get("revision"))
         self.facts["headers"] = self.headers(["infiniband/mlx5dv.h", "infiniband/verbs.h"])
         want = dict(self.want, source_kind=self.source.get("kind"), wheelhouse_has=self._wheelhouse())
@@ -555,7 +635,13 @@ class Builder:
     def _wheelhouse(self) -> list[str]:
         folder = self.want.get("wheelhouse")
         names = os.listdir(folder) if folder and os.path.isdir(folder) else []
-        return sorted({re.split(r"-\d", name)[0].lower().replace("_", "-") for name in names if name.endswith((".whl", ".tar.gz"))})
+        return sorted(
+            {
+                re.split(r"-\d", name)[0].lower().replace("_", "-")
+                for name in names
+                if name.endswith((".whl", ".tar.gz"))
+            }
+        )
 
     # -- what is there
 
@@ -598,7 +684,10 @@ class Builder:
         if compiler:
             bins.append(os.path.dirname(compiler))
         base = self.environment({})
-        prefixes = {os.path.join(work, "src"): "deep_ep-src", **{root: "site-packages" for root in self.facts["site_packages"]}}
+        prefixes = {
+            os.path.join(work, "src"): "deep_ep-src",
+            **dict.fromkeys(self.facts["site_packages"], "site-packages"),
+        }
         source_map = " ".join(f"-ffile-prefix-map={old}={new}" for old, new in prefixes.items())
         private = {
             "PATH": os.pathsep.join(dict.fromkeys([*bins, *base["PATH"].split(os.pathsep)])),
@@ -626,14 +715,32 @@ class Builder:
         job = {
             "work": work,
             "kind": self.source["kind"],
-            "source": os.path.join(self.source["folder"], "tree") if self.source["kind"] == "git" else self.source["location"],
+            "source": os.path.join(self.source["folder"], "tree")
+            if self.source["kind"] == "git"
+            else self.source["location"],
             "top": self.source["top"],
             "links": self.plan["links"],
         }
-        steps = [{"name": "source", "argv": [python, "-I", "-c", _PREPARE, json.dumps(job)], "env": env, "cwd": work, "user": self.user}]
+        steps = [
+            {
+                "name": "source",
+                "argv": [python, "-I", "-c", _PREPARE, json.dumps(job)],
+                "env": env,
+                "cwd": work,
+                "user": self.user,
+            }
+        ]
         if self.plan["overlay"]:
             argv, extra = self._overlay_command(overlay)
-            steps.append({"name": "overlay", "argv": argv, "env": {**env, "PYTHONPATH": "", **extra}, "cwd": work, "user": self.user})
+            steps.append(
+                {
+                    "name": "overlay",
+                    "argv": argv,
+                    "env": {**env, "PYTHONPATH": "", **extra},
+                    "cwd": work,
+                    "user": self.user,
+                }
+            )
         steps.append(
             {
                 "name": "build",
@@ -643,16 +750,41 @@ class Builder:
                 "user": self.user,
             }
         )
-        return self.build_dir, {"id": self.fingerprint, "time_limit": self.want["time_limit"], "heartbeat": 2, "steps": steps}
+        return self.build_dir, {
+            "id": self.fingerprint,
+            "time_limit": self.want["time_limit"],
+            "heartbeat": 2,
+            "steps": steps,
+        }
 
     def _overlay_command(self, overlay: str) -> tuple[list[str], dict[str, str]]:
         python, how = self.venv["python"], self.facts["pip"]
         house = self.want.get("wheelhouse")
         offline = ["--no-index", "--find-links", str(house)] if house else []
         if how == "uv":
-            return ["uv", "pip", "install", "--python", python, "--target", overlay, *offline, *self.plan["overlay"]], {}
+            return [
+                "uv",
+                "pip",
+                "install",
+                "--python",
+                python,
+                "--target",
+                overlay,
+                *offline,
+                *self.plan["overlay"],
+            ], {}
         extra = {"PYTHONPATH": str(self.facts["pip_wheel"])} if how == "ensurepip" else {}
-        argv = [python, "-m", "pip", "install", "--no-input", "--disable-pip-version-check", "--upgrade", "--target", overlay]
+        argv = [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--upgrade",
+            "--target",
+            overlay,
+        ]
         return [*argv, *offline, *self.plan["overlay"]], {**extra, "PIP_ROOT_USER_ACTION": "ignore"}
 
     def start_build(self) -> dict[str, Any]:
@@ -681,7 +813,11 @@ class Builder:
         """Turn the output of a finished build into a staged wheel; return ``{staged, about, problems, runpaths}``."""
         wheels = sorted(glob.glob(os.path.join(self.work, "out", "*.whl")))
         if len(wheels) != 1:
-            problem = {"code": "no_wheel", "message": f"the build ended with rc 0 and left {len(wheels)} wheels", "mend": "see the log"}
+            problem = {
+                "code": "no_wheel",
+                "message": f"the build ended with rc 0 and left {len(wheels)} wheels",
+                "mend": "see the log",
+            }
             return {"staged": None, "about": {}, "problems": [problem], "runpaths": []}
         staged_dir = os.path.join(self.build_dir, "staged")
         shutil.rmtree(staged_dir, ignore_errors=True)
@@ -719,13 +855,22 @@ class Builder:
             "site_packages": self.facts["site_packages"],
             "extensions": source.get("extensions") or list(_deepep_source.EXTENSIONS.get(source["generation"], ())),
         }
-        env = self.environment({"PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": scratch, **(self.plan.get("service_env") or {}), **self._service_environment()})
+        env = self.environment(
+            {
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "TMPDIR": scratch,
+                **(self.plan.get("service_env") or {}),
+                **self._service_environment(),
+            }
+        )
         argv = [self.venv["python"], "-s", "-c", _PROVE, json.dumps(job)]
         return folder, {
             "id": self.fingerprint,
             "time_limit": float(self.want.get("proof_timeout") or 300),
             "heartbeat": 2,
-            "steps": [{"name": "import", "argv": argv, "env": env, "cwd": os.path.join(scratch, "empty"), "user": self.user}],
+            "steps": [
+                {"name": "import", "argv": argv, "env": env, "cwd": os.path.join(scratch, "empty"), "user": self.user}
+            ],
         }
 
     def _service_environment(self) -> dict[str, str]:
@@ -758,18 +903,30 @@ class Builder:
             if line.startswith(PROOF_MARK):
                 said = json.loads(line[len(PROOF_MARK) :])
         if said.get("ok"):
-            return {"ok": True, "level": "import", "code": None, "layer": None, "message": None, "names": said.get("names"), "torch": said.get("torch")}
+            return {
+                "ok": True,
+                "level": "import",
+                "code": None,
+                "layer": None,
+                "message": None,
+                "names": said.get("names"),
+                "torch": said.get("torch"),
+            }
         if said:
             cause = import_cause(said.get("error"), said.get("type"))
         elif status["state"] == "timed_out":
             cause = {"code": "import_timeout", "layer": "wheel", "message": status["message"]}
         else:
-            tail = " | ".join(line for line in _detached.tail(folder) if line.strip() and not line.startswith("==="))[-600:]
+            tail = " | ".join(line for line in _detached.tail(folder) if line.strip() and not line.startswith("==="))[
+                -600:
+            ]
             cause = {"code": "import_crashed", "layer": "wheel", "message": f"rc {status['rc']}: {tail}"}
         # Without a driver the extension cannot be loaded at all: that says nothing against the wheel.
         return {"ok": cause["code"] == "needs_gpu", "level": "static", "names": None, **cause}
 
-    def publish(self, staged: str, about: Mapping[str, Any], runpaths: Sequence[Any], proof: Mapping[str, Any]) -> dict[str, Any]:
+    def publish(
+        self, staged: str, about: Mapping[str, Any], runpaths: Sequence[Any], proof: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Put the proven wheel into the cache, whole or not at all; return its manifest."""
         status = _detached.observe(self.build_dir)
         manifest = {
@@ -802,7 +959,11 @@ class Builder:
         os.rename(new, self.wheel_dir)
         self.note_proof(manifest, proof)
         # The objects are worth gigabytes and nothing any more.
-        for folder in (self.work, os.path.join(self.build_dir, "staged"), os.path.join(self.build_dir, "proof", "work")):
+        for folder in (
+            self.work,
+            os.path.join(self.build_dir, "staged"),
+            os.path.join(self.build_dir, "proof", "work"),
+        ):
             shutil.rmtree(folder, ignore_errors=True)
         return manifest
 
@@ -817,7 +978,9 @@ class Builder:
             "kind": "rebuild",
             "required": True,
             "summary": f"install the DeepEP wheel {manifest['wheel']['file']} (fingerprint {self.fingerprint})",
-            "steps": [{"action": "pip_install", "packages": [path], "args": {"flags": ["--no-deps", "--force-reinstall"]}}],
+            "steps": [
+                {"action": "pip_install", "packages": [path], "args": {"flags": ["--no-deps", "--force-reinstall"]}}
+            ],
         }
 
 
@@ -828,7 +991,9 @@ def read_cached(folder: str) -> Optional[dict[str, Any]]:
         return None
     path = os.path.join(folder, str(manifest["wheel"].get("file")))
     try:
-        whole = os.path.getsize(path) == manifest["wheel"].get("size") and _wheel_inspect.sha256(path) == manifest["wheel"].get("sha256")
+        whole = os.path.getsize(path) == manifest["wheel"].get("size") and _wheel_inspect.sha256(path) == manifest[
+            "wheel"
+        ].get("sha256")
     except OSError:
         return None
     return manifest if whole else None
@@ -845,7 +1010,8 @@ def describe_failure(folder: str, status: Mapping[str, Any]) -> dict[str, Any]:
         }
         return {
             "state": "build_failed", "code": f"build_{status['state']}", "message": status.get("message"),
-            "mend": mends[status["state"]], "retryable": True, "text": None, "lines": _detached.tail(folder)[-5:], "log": log,
+            "mend": mends[status["state"]], "retryable": True, "text": None,
+            "lines": _detached.tail(folder)[-5:], "log": log,
         }  # fmt: skip
     found = _build_log.diagnose(_detached.log_lines(folder), int(status.get("rc") or 1))
     assert found is not None

@@ -83,8 +83,8 @@ def start(job_dir: str, spec: Mapping[str, Any], python: str | None = None) -> d
 def observe(job_dir: str) -> dict[str, Any]:
     """Return the job's status: ``{state, rc, step, elapsed, heartbeat_age, running: [name], pid, log, message}``.
 
-    ``state``: ``absent``, ``running``, ``succeeded``, ``failed``, ``timed_out``, ``cancelled``, or ``lost`` (the worker is
-    gone and left no result: killed, or the host was restarted). Seconds everywhere.
+    ``state``: ``absent``, ``running``, ``succeeded``, ``failed``, ``timed_out``, ``cancelled``, or ``lost`` (the
+    worker is gone and left no result: killed, or the host was restarted). Seconds everywhere.
     """
     status = read_json(os.path.join(job_dir, "status.json"))
     log = os.path.join(job_dir, "log")
@@ -183,7 +183,8 @@ def holder(job_dir: str) -> dict[str, Any] | None:
 
 
 def end_leftovers(job_dir: str) -> list[int]:
-    """Kill processes that a dead worker of this job left behind; return their ids. Only call it with the lock in hand."""
+    """Kill processes that a dead worker of this job left behind; return their ids. Only call it with the lock in
+    hand."""
     wanted = (f"{MARKER}={os.path.abspath(job_dir)}").encode()
     ended = []
     for _ in range(5):
@@ -414,7 +415,7 @@ class _Worker:
                 return (
                     "timed_out",
                     -9,
-                    "the time limit of %d s is over; step %s was ended" % (self.time_limit, step["name"]),
+                    f"the time limit of {self.time_limit:g} s is over; step {step['name']} was ended",
                 )
             if now - last >= self.heartbeat:
                 last = now

@@ -30,8 +30,8 @@ PARTS = (
 def fingerprint_parts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts in their canonical form, so that spelling never makes two builds differ.
 
-    ``facts``: ``{generation, revision, python_tag: "cp312", torch: "2.14.1+cu130", torch_cuda: "13.0", toolkit: "13.0.88",
-    nvshmem, nccl, archs: ["9.0"] or "9.0;10.0", machine, libc: "glibc 2.36", options: {NAME: value}}``.
+    ``facts``: ``{generation, revision, python_tag: "cp312", torch: "2.14.1+cu130", torch_cuda: "13.0", toolkit:
+    "13.0.88", nvshmem, nccl, archs: ["9.0"] or "9.0;10.0", machine, libc: "glibc 2.36", options: {NAME: value}}``.
     """
     archs = facts.get("archs") or []
     if isinstance(archs, str):
@@ -57,10 +57,11 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[dict
 def share_builds(hosts: Iterable[Mapping[str, Any]], cached: Iterable[str] = ()) -> list[dict[str, Any]]:
     """Choose one builder a fingerprint.
 
-    ``hosts``: ``[{host, fingerprint, cached: bool, usable: bool}]`` in the order of the play; ``cached`` the fingerprints
-    whose wheel the controller holds. Returns ``[{fingerprint, builder, peers: [host], compiles: bool}]`` in the order of
-    first appearance. A host that has the wheel is preferred; where the controller has it and no host does, ``builder`` is
-    None and everybody copies. A host that cannot build (``usable`` false) is a peer only.
+    ``hosts``: ``[{host, fingerprint, cached: bool, usable: bool}]`` in the order of the play; ``cached`` the
+    fingerprints whose wheel the controller holds. Returns ``[{fingerprint, builder, peers: [host], compiles:
+    bool}]`` in the order of first appearance. A host that has the wheel is preferred; where the controller has it
+    and no host does, ``builder`` is None and everybody copies. A host that cannot build (``usable`` false) is a peer
+    only.
     """
     held = set(cached)
     groups: dict[str, list[Mapping[str, Any]]] = {}

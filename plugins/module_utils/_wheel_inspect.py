@@ -17,14 +17,16 @@ from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _elf
 
-_NAME = re.compile(r"^(?P<name>[^-]+)-(?P<version>[^-]+)(?:-\d[^-]*)?-(?P<python>[^-]+)-(?P<abi>[^-]+)-(?P<platform>[^-]+)\.whl$")
+_NAME = re.compile(
+    r"^(?P<name>[^-]+)-(?P<version>[^-]+)(?:-\d[^-]*)?-(?P<python>[^-]+)-(?P<abi>[^-]+)-(?P<platform>[^-]+)\.whl$"
+)
 
 
 def inspect(path: str, private: Iterable[str] = ()) -> dict[str, Any]:
     """Say what a wheel holds.
 
-    Returns ``{name, version, tag, sha256, size, requires: [str], modules: [top level names], extensions: [{path, machine,
-    needed, runpath, sm: [90], ptx: [], undefined_cuda: [symbol]}], private_paths: [{member, path}]}``.
+    Returns ``{name, version, tag, sha256, size, requires: [str], modules: [top level names], extensions: [{path,
+    machine, needed, runpath, sm: [90], ptx: [], undefined_cuda: [symbol]}], private_paths: [{member, path}]}``.
     ``private`` are folders whose name must not be found in any member. Raises ValueError for what is no wheel.
     """
     match = _NAME.match(os.path.basename(path))
@@ -54,7 +56,11 @@ def inspect(path: str, private: Iterable[str] = ()) -> dict[str, Any]:
                 if ".so" in os.path.basename(info.filename) and data[:4] == b"\x7fELF":
                     about["extensions"].append(_extension(info.filename, data))
             about["modules"] = sorted(
-                {re.split(r"[./]", name)[0] for name in archive.namelist() if ".dist-info/" not in name and ".data/" not in name}
+                {
+                    re.split(r"[./]", name)[0]
+                    for name in archive.namelist()
+                    if ".dist-info/" not in name and ".data/" not in name
+                }
             )
     except zipfile.BadZipFile as error:
         raise ValueError(f"{path}: {error}") from None
@@ -82,7 +88,12 @@ def _extension(name: str, data: bytes) -> dict[str, Any]:
 
 
 def judge(
-    about: Mapping[str, Any], archs: Sequence[str], machine: str, cuda_major: str, extensions: Sequence[str], python_tag: str
+    about: Mapping[str, Any],
+    archs: Sequence[str],
+    machine: str,
+    cuda_major: str,
+    extensions: Sequence[str],
+    python_tag: str,
 ) -> list[dict[str, str]]:
     """Return ``[{code, message, mend}]``: why this wheel is not what was wanted. Nothing is imported here."""
     problems: list[dict[str, str]] = []
@@ -96,29 +107,49 @@ def judge(
         if not any(name.startswith(stem) for name in names):
             add("extension_missing", f"the wheel holds no {extension}", "read the log: the build left it out")
     if not about["tag"].startswith(python_tag) and "abi3" not in about["tag"]:
-        add("built_for_other_python", f"the wheel is for {about['tag']}, the venv is {python_tag}", "build with the venv's Python")
+        add(
+            "built_for_other_python",
+            f"the wheel is for {about['tag']}, the venv is {python_tag}",
+            "build with the venv's Python",
+        )
     wanted = {int(arch.rstrip("af").replace(".", "")) for arch in archs}
     for item in about["extensions"]:
         if item["problem"]:
             add("not_elf", f"{item['path']}: {item['problem']}", "build again")
             continue
         if item["machine"] and item["machine"] != machine:
-            add("wrong_machine", f"{item['path']} is for {item['machine']}, the host is {machine}", "build on such a host")
+            add(
+                "wrong_machine",
+                f"{item['path']} is for {item['machine']}, the host is {machine}",
+                "build on such a host",
+            )
         if item["undefined_cuda"]:
-            add("device_link_missing", f"{item['path']} lacks its device link ({item['undefined_cuda'][0]})", "build again from clean")
+            add(
+                "device_link_missing",
+                f"{item['path']} lacks its device link ({item['undefined_cuda'][0]})",
+                "build again from clean",
+            )
         runtimes = [need for need in item["needed"] if re.match(r"libcudart\.so\.\d+", need)]
         for need in runtimes:
             if need != f"libcudart.so.{cuda_major}":
-                add("cuda_major_mismatch", f"{item['path']} needs {need}, torch has CUDA {cuda_major}", "use torch's toolkit")
+                add(
+                    "cuda_major_mismatch",
+                    f"{item['path']} needs {need}, torch has CUDA {cuda_major}",
+                    "use torch's toolkit",
+                )
         if item["sm"] or item["ptx"]:
             lacking = sorted(wanted - set(item["sm"]) - set(item["ptx"]))
             extra = sorted(set(item["sm"]) - wanted)
             if lacking:
-                add("arch_missing", f"{item['path']} has no code for sm_{lacking[0]} (it has {item['sm']})", "rebuild for it")
+                add(
+                    "arch_missing",
+                    f"{item['path']} has no code for sm_{lacking[0]} (it has {item['sm']})",
+                    "rebuild for it",
+                )
             elif extra:
                 add(
                     "device_link_wrong_arch",
-                    f"{item['path']} holds sm_{extra[0]}, which was not asked for: its device link used another architecture",
+                    f"{item['path']} holds sm_{extra[0]}, not asked for: its device link used another architecture",
                     "use a newer revision",
                 )
         elif wanted:
@@ -234,8 +265,19 @@ def _version_names(data: bytes, offset: int, count: int) -> list[int]:
     return names
 
 
+def scrub(data: bytes, site_packages: Sequence[str]) -> bytes:
+    """Overwrite the builder's site-packages, in place, where nvcc noted its link options in the GPU code's notes.
+
+    nvlink's options (``-L <folder>``) are kept there for people; nothing reads them. The length stays, slashes fill it.
+    """
+    for root in sorted((item.rstrip("/").encode() for item in site_packages), key=len, reverse=True):
+        if len(root) > len(b"site-packages"):
+            data = data.replace(root, b"site-packages".ljust(len(root), b"/"))
+    return data
+
+
 def relocate(source: str, target: str, site_packages: Sequence[str]) -> list[dict[str, Any]]:
-    """Copy a wheel with the RUNPATHs of its extensions made relative, its RECORD corrected.
+    """Copy a wheel without the builder's paths: RUNPATHs made relative, link notes overwritten, RECORD corrected.
 
     Returns ``[{member, old, new, changed: bool}]``, one for each extension with a RUNPATH into ``site_packages``.
     """
@@ -252,10 +294,14 @@ def relocate(source: str, target: str, site_packages: Sequence[str]) -> list[dic
                 elf = _elf.parse(data, info.filename)
                 before = ":".join(elf.runpath or elf.rpath)
                 after = relative_runpath(before, info.filename, site_packages) if before else None
+                patched = set_runpath(data, after) if after is not None else data
                 if after is not None:
-                    patched = set_runpath(data, after)
-                    changes.append({"member": info.filename, "old": before, "new": after, "changed": patched is not None})
-                    if patched is not None:
+                    changes.append(
+                        {"member": info.filename, "old": before, "new": after, "changed": patched is not None}
+                    )
+                if patched is not None:
+                    patched = scrub(patched, site_packages)
+                    if patched != data:
                         data = patched
                         digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
                         hashes[info.filename] = (f"sha256={digest}", len(data))
@@ -264,6 +310,8 @@ def relocate(source: str, target: str, site_packages: Sequence[str]) -> list[dic
             lines = []
             for line in record[1].decode("utf-8").splitlines():
                 member = line.rsplit(",", 2)[0].strip('"')
-                lines.append(",".join((line.rsplit(",", 2)[0], *map(str, hashes[member]))) if member in hashes else line)
+                lines.append(
+                    ",".join((line.rsplit(",", 2)[0], *map(str, hashes[member]))) if member in hashes else line
+                )
             new.writestr(record[0], "\n".join(lines) + "\n", zipfile.ZIP_DEFLATED)
     return changes

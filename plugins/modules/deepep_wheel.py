@@ -10,14 +10,15 @@ module: deepep_wheel
 short_description: Build a DeepEP wheel for a target venv once, and prove it
 version_added: 0.1.0
 description:
-  - Compiles DeepEP (v1, v2 or hybrid-ep; recognised from its source) against the torch of a target venv and the CUDA toolkit
-    that matches it, and keeps the wheel in a cache on the host, named by its fingerprint. When the cache holds it already,
-    nothing is compiled.
+  - Compiles DeepEP (v1, v2 or hybrid-ep; recognised from its source) against the torch of a target venv and the CUDA
+    toolkit that matches it, and keeps the wheel in a cache on the host, named by its fingerprint. When the cache
+    holds it already, nothing is compiled.
   - All that is missing is told at once, before any compiler runs.
   - The build is detached from the connection. A dropped connection or a killed controller does not end it; running the
     module again attaches to it. A build that was ended keeps its finished objects.
-  - A wheel enters the cache only after its content was imported by the target venv's interpreter, outside of the source tree.
-    The venv itself is never changed; install the wheel with M(gpufleet.sglang.backend_packages) and RV(remedy).
+  - A wheel enters the cache only after its content was imported by the target venv's interpreter, outside of the
+    source tree. The venv itself is never changed; install the wheel with M(gpufleet.sglang.backend_packages) and
+    RV(remedy).
   - This is an action plugin with a module behind it; while it waits, it prints how far the build has come.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
@@ -38,8 +39,8 @@ options:
       - V(present) makes sure that the cache holds a proven wheel.
       - V(info) only says what V(present) would do, and never fails because of what it finds.
       - V(cancelled) ends a running build and everything that it started.
-      - V(smoke) runs a dispatch and a combine over the local GPUs with the DeepEP that is installed in the venv (or with
-        O(smoke_wheel)), checks the result, and measures both it and the all-to-all of torch.distributed.
+      - V(smoke) runs a dispatch and a combine over the local GPUs with the DeepEP that is installed in the venv (or
+        with O(smoke_wheel)), checks the result, and measures both it and the all-to-all of torch.distributed.
     type: str
     choices: [present, info, cancelled, smoke]
     default: present
@@ -54,8 +55,8 @@ options:
   revision:
     description:
       - Commit, tag or branch for a git source.
-      - The default is the revision that fits the venv's SGLang (C(9af0e0d), DeepEP v1.2.1, before SGLang 0.5.18; C(dd758ca),
-        DeepEP 2.1.0, from then on).
+      - The default is the revision that fits the venv's SGLang (C(9af0e0d), DeepEP v1.2.1, before SGLang 0.5.18;
+        C(dd758ca), DeepEP 2.1.0, from then on).
     type: str
   gpu_archs:
     description:
@@ -85,7 +86,8 @@ options:
     elements: path
     default: []
   wheelhouse:
-    description: Folder on the host with wheels of setuptools and ninja; when set, no package index is asked for build tools.
+    description: Folder on the host with wheels of setuptools and ninja; when set, no package index is asked for
+      build tools.
     type: path
   multinode:
     description: For hybrid-ep, build the transport over several nodes, with V(doca) or V(nixl).
@@ -168,8 +170,8 @@ EXAMPLES = r"""
 RETURN = r"""
 build_state:
   description:
-    - C(present), C(built), C(would_build), C(would_fetch), C(building), C(blocked), C(failed), C(cancelled), C(idle), or
-      C(smoke).
+    - C(present), C(built), C(would_build), C(would_fetch), C(building), C(blocked), C(failed), C(cancelled),
+      C(idle), or C(smoke).
   returned: always
   type: str
   sample: built

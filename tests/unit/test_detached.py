@@ -140,7 +140,12 @@ def test_survives_the_death_of_whoever_started_it(job, tmp_path):
     assert "done" in _detached.log_lines(job)
 
 
-TREE = "echo $$ >> {0}/pids; (setsid sh -c 'echo $$ >> {0}/pids; trap \"\" TERM; while :; do sleep 1; done' &) ; sh -c 'echo $$ >> {0}/pids; sleep 1000'"
+# One child, one that left the session and does not listen to SIGTERM, and the shell itself.
+TREE = (
+    "echo $$ >> {0}/pids; "
+    "(setsid sh -c 'echo $$ >> {0}/pids; trap \"\" TERM; while :; do sleep 1; done' &) ; "
+    "sh -c 'echo $$ >> {0}/pids; sleep 1000'"
+)
 
 
 def test_the_time_limit_ends_the_whole_tree_even_what_left_the_session(job, tmp_path):
