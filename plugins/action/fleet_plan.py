@@ -48,9 +48,12 @@ class ActionModule(ActionBase):
         fleet = _fleet_plan.fleet_plan(
             hosts, self._settings(hosts, arguments), [name for name in group if name not in hosts]
         )
-        result.update(changed=False, fleet=fleet, msg=fleet["message"])
+        result.update(changed=False, msg=fleet["message"])
         if not fleet["accepted"] and arguments["fail_on_rejection"]:
+            # The message says it all; the data would print it twice more.
             result["failed"] = True
+        else:
+            result["fleet"] = fleet
         return result
 
     @staticmethod

@@ -398,7 +398,9 @@ def _tell_fabric(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
     if fabric["class"] != "nvlink_full" and len(groups) > 1:
         text += f", in {len(groups)} NUMA groups of {', '.join(str(len(group)) for group in groups)}"
         if sizes.tp > max(len(group) for group in groups):
-            text += f"; tp {sizes.tp} crosses the sockets, tp{max(len(group) for group in groups)} with pp would not"
+            text += (
+                f"; tp {sizes.tp} crosses the sockets, tp{max(len(group) for group in groups)}pp{len(groups)} would not"
+            )
     draft.decide("fabric", fabric["class"], text, {"numa_groups": groups, "bad_gpus": list(fabric["bad_gpus"])})
 
 

@@ -72,7 +72,7 @@ EXAMPLES = r"""
 RETURN = r"""
 fleet:
   description: What was decided for the run.
-  returned: always
+  returned: when it is accepted, or O(fail_on_rejection=false)
   type: dict
   contains:
     accepted:
