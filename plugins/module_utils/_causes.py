@@ -208,15 +208,28 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "python_module_missing",
+        r"(?:ImportError|RuntimeError): [^\n]*(?:[Pp]lease install|Install it with: pip install|requires the)"
+        r" ['`\"]?(?P<module>[\w.-]+)",
+        "the Python package {module} is missing in the venv, or too old",
+        "install it into the venv",
+    ),
+    Row(
+        "python_module_missing",
         r"ModuleNotFoundError: No module named '?(?P<module>[\w.]+)",
         "the Python module {module} is missing in the venv",
         "install what SGLang requires into the venv (pip check names it)",
     ),
     # GPU memory before the general CUDA rows
     Row(
+        "kv_cache_too_small",
+        r"(?P<text>[^\n]*(?:[Ii]ncrease|[Rr]aise) --mem-fraction-static[^\n]*)",
+        "the weights leave no room for the KV cache: {text}",
+        "spread over more GPUs, raise --mem-fraction-static, or lower --context-length or --max-running-requests",
+    ),
+    Row(
         "gpu_out_of_memory",
         r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
-        r"Not enough memory\. Please try to increase --mem-fraction-static|out of memory[^\n]{0,40}GPU|"
+        r"out of memory[^\n]{0,40}GPU|"
         r"CUDA error: out of memory|The memory capacity is unbalanced",
         "the GPU's memory does not suffice",
         "free the GPUs of other processes, lower --mem-fraction-static or --max-running-requests, or spread "
@@ -226,7 +239,8 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "gpu_arch_unsupported",
         r"no kernel image is available|named symbol not found|cudaErrorNoKernelImageForDevice|"
-        r"(?:sm_\d+|compute capability[^\n]{0,40}) is not (?:supported|compatible)|CUDA_ERROR_NO_BINARY_FOR_GPU",
+        r"(?:sm_\d+|compute capability[^\n]{0,40}) is not (?:supported|compatible)|CUDA_ERROR_NO_BINARY_FOR_GPU|"
+        r"is not supported for the current GPU|Minimum capability: \d+",
         "a library has no code for this GPU's architecture",
         "install or build it for the compute capability of these GPUs",
     ),
@@ -284,7 +298,9 @@ CAUSES: tuple[Row, ...] = (
     # communication
     Row(
         "nvshmem_init",
-        r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status 7|non-zero status|ERROR|abort)|"
+        r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status:? 7|non-zero status|ERROR|abort|setup "
+        r"connections failed)|"
+        r"connect EPS failed|NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
         r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem",
         "NVSHMEM could not start",
         "IBGDA needs an mlx5 NIC, nvidia_peermem and EnableStreamMemOPs/PeerMappingOverride or gdrdrv; "
@@ -294,6 +310,9 @@ CAUSES: tuple[Row, ...] = (
         "rdma_device",
         r"No (?:RDMA|IB|InfiniBand) devices? (?:found|available)|ibv_(?:open_device|create_qp|reg_mr|"
         r"get_device_list)[^\n]*|"
+        r"transport retry counter exceeded|local protection error|(?:Context|Device) (?:\d+ )?is not active|"
+        r"[Mm]emory registration failed|register memory failed|NIXL_ERR_\w+|"
+        r"(?:Mooncake )?Transfer Engine initialization failed|\[Handshake\] Failed|"
         r"Failed to (?:register memory|open (?:rdma )?device|modify QP|create (?:QP|CQ|PD))|"
         r"libibverbs: Warning: couldn't|No available RNIC|Cannot allocate memory[^\n]*(?:mlock|reg_mr|ibv)",
         "RDMA does not work for the service",
@@ -303,7 +322,7 @@ CAUSES: tuple[Row, ...] = (
         "nccl_failed",
         r"NCCL WARN (?!.*(?:Socket|closed by|remote process))[^\n]*|ncclSystemError|ncclInvalidUsage|"
         r"ncclUnhandledCudaError|"
-        r"ncclInternalError|NCCL error in:|NCCL Error \d",
+        r"ncclInternalError|NCCL error(?: in)?:|NCCL Error \d",
         "NCCL could not set up or use the connection between ranks",
         "set NCCL_DEBUG=INFO, check NCCL_SOCKET_IFNAME, NCCL_IB_HCA, /dev/shm, and that all ranks have one version",
     ),
@@ -323,7 +342,8 @@ CAUSES: tuple[Row, ...] = (
         r"(?:No such file or directory|does not exist|not a valid (?:path|folder|"
         r"directory))[^\n]*(?:config\.json|model)|"
         r"Can't load (?:the )?config(?:uration)? (?:of|for)[^\n]*|Unrecognized model in |"
-        r"does not appear to have a file named config\.json|Cannot find any (?:of the )?model weights|"
+        r"No model weights found in|does not appear to have a file named config\.json|Cannot find any (?:of "
+        r"the )?model weights|"
         r"(?:No|Cannot find) .{0,40}(?:safetensors|weight)[^\n]*(?:files?)?[^\n]*found",
         "the model is not where --model-path says, or is not complete",
         "check sglang_model_path on this host: the folder, its config.json and weights, and that the "
@@ -354,7 +374,8 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "weights_broken",
-        r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|incomplete metadata|invalid header|size "
+        r"shard file\(s\) missing from|SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|incomplete "
+        r"metadata|invalid header|size "
         r"mismatch for|UnpicklingError|"
         r"Error while deserializing header",
         "a weight file is damaged or does not belong to this model",
@@ -365,7 +386,8 @@ CAUSES: tuple[Row, ...] = (
         "port_taken",
         r"error while attempting to bind on address \(?'?(?P<address>[^')\n]+)'?,? ?(?P<port>\d+)?\)?: "
         r"address already in use|"
-        r"Address already in use|EADDRINUSE|errno 98",
+        r"Address already in use|EADDRINUSE|errno 98|[Pp]ort[^\n]{0,60} (?:is )?already in use|"
+        r"is not available in \d+ seconds",
         "another process holds the port; SGLang says so only after the full load",
         "stop the other process, or change sglang_port (and --nccl-port, --dist-init-addr, the bootstrap port)",
     ),
@@ -399,11 +421,24 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "oom_killed",
-        r"oom-kill|Out of memory: Killed process|OOM killer|oom_reaper|A process of this unit has been killed "
-        r"by the OOM killer",
+        r"killed by the OOM killer|Out of memory: Killed process|invoked oom-killer|oom-kill:|oom_reaper|"
+        r"Failed with result 'oom-kill'",
         "the kernel's OOM killer ended it: the host's memory (not the GPU's) was short",
         "raise MemoryMax, lower --hicache-size, the loader's threads or the number of instances on the host",
         permanent=False,
+    ),
+    Row(
+        "cuda_graph_failed",
+        r"Capture (?:prefill )?(?:cuda|CUDA) graph failed: (?P<text>[^\n]*)",
+        "the CUDA graphs could not be captured: {text}",
+        "lower --mem-fraction-static or --cuda-graph-max-bs-decode; --disable-cuda-graph shows whether it is only that",
+    ),
+    Row(
+        "flags_rejected",
+        r"(?:arg_groups/[\w/]+\.py|server_args\.py|launch_server\.py)[\s\S]*"
+        r"\n(?P<text>(?:AssertionError|ValueError|NotImplementedError|TypeError|KeyError)[^\n]*)",
+        "SGLang refuses its own arguments: {text}",
+        "correct the flags that the message and the lines name",
     ),
     Row(
         "warmup_failed",
@@ -420,6 +455,24 @@ CAUSES: tuple[Row, ...] = (
         "a step took longer than the watchdog allows: a hang, or a kernel that was still compiling",
         "compile first (sglang.compile_deep_gemm) or raise --watchdog-timeout; if it repeats with warm "
         "caches, look at the fabric",
+        permanent=False,
+        symptom=True,
+    ),
+    Row(
+        "scheduler_killed",
+        r"scheduler (?:is dead|died)[^\n]*\(exit code: -9\)|[Ss]cheduler[^\n]*terminated with -9|Exit code: -9\b",
+        "a scheduler process was killed (SIGKILL); SGLang itself does not do that: most often the kernel's "
+        "OOM killer does",
+        "look for OOM lines in the kernel log; the host's memory, not the GPU's, is then too small",
+        permanent=False,
+        symptom=True,
+    ),
+    Row(
+        "scheduler_died",
+        r"Rank \d+ scheduler died during initialization|Scheduler or DataParallelController \d+ terminated with|"
+        r"terminated with -?\d+",
+        "a scheduler process ended and did not say why",
+        "look at the first error of the other ranks and hosts of this instance, and into the kernel log",
         permanent=False,
         symptom=True,
     ),
@@ -460,7 +513,8 @@ _LOOKS_BAD = re.compile(
 _FATAL_HEAD = re.compile(r"hit an exception|<frozen runpy>|Exception in (?:thread|callback)")
 # Said by SGLang or its libraries while all is well.
 _HARMLESS = re.compile(
-    r"^\s*\[--|^usage: |server_args=|kill_process_tree called|Gracefully exiting|allreduce_fusion API is not available"
+    r"^\s*\[--|^usage: |server_args=|kill_process_tree called|Gracefully exiting|allreduce_fusion API is not available|"
+    r"NCCL INFO |^\s*[IW]\d{4} \d\d:\d\d:\d\d"
 )
 
 

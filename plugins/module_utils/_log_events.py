@@ -139,7 +139,7 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
         "fatal",
         re.compile(r"Rank \d+ scheduler (?:is dead|died)|Scheduler process .{0,60}(?:exited|died|terminated)", re.I),
     ),
-    ("fatal", re.compile(r"(?:watchdog timeout|Watchdog TimeoutError)", re.I)),
+    ("fatal", re.compile(r"watchdog timeout(?!.*soft=True)|Watchdog TimeoutError", re.I)),
     ("fatal", re.compile(r"error while attempting to bind on address")),
     ("core_dump_wait", re.compile(r"Waiting [\d.]+ seconds for CUDA coredumps")),
     ("shutdown", re.compile(r"SIGTERM received|Gracefully exiting|Received signal SIGTERM")),

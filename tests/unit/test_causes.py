@@ -66,6 +66,26 @@ def test_no_cause_is_invented_for_a_start_that_went_well(name):
 
 # One text for each kind of failure, as the projects write it, each inside of a scheduler's traceback or alone.
 TEXTS = [
+    ("nccl_failed", "RuntimeError: NCCL error: unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+    ("nvshmem_init", "/x/nvshmem/src/host/transport/transport.cpp:400: non-zero status: 7 connect EPS failed"),
+    ("nvshmem_init", "NVSHMEM API called before NVSHMEM initialization has completed: error"),
+    ("rdma_device", "E0325 09:33:41.563210  8274 rdma_context.cpp:319] Context is not active: mlx5_9 failed"),
+    ("rdma_device", "Exception: NIXL memory registration failed for aux tensors"),
+    ("rdma_device", "RuntimeError: Mooncake Transfer Engine initialization failed."),
+    (
+        "gpu_arch_unsupported",
+        "ValueError: The quantization method fp8 is not supported for the current GPU. "
+        "Minimum capability: 80. Current capability: 75.",
+    ),
+    (
+        "weights_broken",
+        "RuntimeError: model.safetensors.index.json references 3 shard file(s) missing from "
+        "/m (incomplete download?): ['a']",
+    ),
+    ("model_path", "RuntimeError: No model weights found in: `/models/x`"),
+    ("python_module_missing", "ImportError: Please install gguf via `pip install gguf` to use gguf quantizer."),
+    ("port_taken", "ValueError: Port is already in use. dist_init_port=30001"),
+    ("cuda_graph_failed", "Exception: Capture cuda graph failed: something odd"),
     ("argument_removed", "ValueError: Removed server argument(s): warmup -> warmup_mode=request or warmup_mode=off"),
     (
         "flag_ambiguous",
@@ -78,7 +98,7 @@ TEXTS = [
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
         "a total capacity of 79.10 GiB",
     ),
-    ("gpu_out_of_memory", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),
+    ("kv_cache_too_small", "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static."),
     (
         "gpu_out_of_memory",
         "ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes.",
@@ -215,13 +235,49 @@ def test_every_code_of_the_table_is_shown_by_a_log():
         "quantization block_n = 128.",
         "memlock_limit": "ERROR: RLIMIT_MEMLOCK is 65536, which is too small",
         "warmup_failed": "[2026-11-30 20:00:00] Initialization failed. warmup error: None",
+        "scheduler_killed": "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If "
+        "exit code is -9 "
+        "(SIGKILL), a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check.",
+        "flags_rejected": 'Traceback (most recent call last):\n  File "/x/arg_groups/a.py", line 1, in '
+        "f\nAssertionError",
         "watchdog_timeout": "[2026-11-30 20:00:00] Watchdog timeout (self.watchdog_timeout=300, soft=False)",
         "peer_died": "EOFError",
         "scheduler_died": "Fatal Python error: Segmentation fault",
     }
     for code, text in rest.items():
-        assert find_cause([text])["code"] == code
+        assert find_cause(text.splitlines())["code"] == code
     assert {row.code for row in CAUSES} == seen | set(rest)
+
+
+def test_a_scheduler_that_died_is_no_oom_kill():
+    died = "RuntimeError: Rank 0 scheduler died during initialization (exit code: 255). If exit code is -9 (SIGKILL), "
+    died += "a common cause is the OS OOM killer. Run `dmesg -T | grep -i oom` to check."
+    lines = ["Traceback (most recent call last):", '  File "<frozen runpy>", line 198, in _run_module_as_main', died]
+    assert find_cause(lines)["code"] == "scheduler_died"
+    first = [
+        "[2026-11-30 20:00:36 TP1] Scheduler hit an exception: Traceback (most recent call last):",
+        '  File "/x.py", line 1',
+        "torch.OutOfMemoryError: CUDA out of memory.",
+    ]
+    assert find_cause([*first, *lines])["code"] == "gpu_out_of_memory"
+
+
+def test_an_error_without_words_is_shown_with_its_place():
+    lines = [
+        "[2026-11-30 20:00:36] kill_process_tree called: parent_pid=1, include_parent=False, pid=1",
+        "Traceback (most recent call last):",
+        '  File "<frozen runpy>", line 198, in _run_module_as_main',
+        '  File "/x/sglang/srt/arg_groups/moe_hook.py", line 77, in handle_eplb',
+        "    assert server_args.ep_size > 1",
+        "AssertionError",
+    ]
+    cause = find_cause(lines)
+    assert cause["code"] == "flags_rejected" and any("ep_size > 1" in line for line in cause["lines"])
+
+
+def test_what_nccl_informs_about_is_no_error():
+    info = "h:1:2 [3] NCCL INFO NET/Plugin: Failed: libnccl-net.so: cannot open shared object file: No such file"
+    assert find_cause([info, "torch.OutOfMemoryError: CUDA out of memory."])["code"] == "gpu_out_of_memory"
 
 
 def test_a_removed_argument_brings_its_replacements():

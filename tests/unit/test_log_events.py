@@ -66,6 +66,11 @@ LOGS = pathlib.Path(__file__).parent.parent / "fixtures" / "logs"
             {"kind": "backend", "name": "deep_ep"},
         ),
         ("[2026-11-30 21:20:53] DeepEP MoE is enabled. The expert parallel size is adjusted", None),
+        (
+            "[2026-11-30 20:00:00] Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)",
+            {"kind": "fatal"},
+        ),
+        ("[2026-11-30 20:00:00] Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=True)", None),
         ("    --disable-torch-compile [--x]", None),
         ("", None),
     ],
