@@ -305,8 +305,8 @@ def parse_report(text: str, installed: Mapping[str, str]) -> list[Change]:
 def unwanted(changes: Iterable[Change], named: Collection[str], allowed: Collection[str]) -> list[Change]:
     """The changes that a step does not name, and other versions of protected distributions, unless ``allowed``.
 
-    A new dependency is unwanted too when nobody named it. A protected distribution that is named may be repaired
-    (the same version again) or installed where there is none.
+    A dependency that is not there yet may come along, unless it is a protected one: nothing that works is touched by
+    it. A protected distribution that is named may be repaired (the same version again) or installed where there is none.
     """
     allow = {canonical(item) for item in allowed}
     return [
@@ -314,7 +314,7 @@ def unwanted(changes: Iterable[Change], named: Collection[str], allowed: Collect
         for change in changes
         if change.name not in allow
         and (
-            change.name not in named
+            (change.name not in named and (change.before is not None or is_protected(change.name)))
             or (
                 is_protected(change.name)
                 and change.before is not None

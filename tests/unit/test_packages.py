@@ -121,13 +121,15 @@ def report(**versions):
 def test_a_resolver_may_change_only_what_was_named():
     installed = {"torch": "2.14.1", "numpy": "1.26.4", "nixl": "1.3.0"}
     changes = packages.parse_report(
-        "noise\n" + report(NIXL="1.5.1", torch="2.15.0", numpy="2.0", uvloop="1"), installed
+        "noise\n" + report(NIXL="1.5.1", torch="2.15.0", numpy="2.0", uvloop="1", triton="3"), installed
     )
-    bad = packages.unwanted(changes, {"nixl"}, ["UVLoop"])
+    bad = packages.unwanted(changes, {"nixl"}, [])
     assert [(item.name, item.before, item.version) for item in bad] == [
         ("torch", "2.14.1", "2.15.0"),
         ("numpy", "1.26.4", "2.0"),
+        ("triton", None, "3"),
     ]
+    assert [item.name for item in packages.unwanted(changes, {"nixl"}, ["Torch", "numpy"])] == ["triton"]
 
 
 @pytest.mark.parametrize("name", ["torch", "nvidia-nccl-cu13", "sglang", "triton"])
