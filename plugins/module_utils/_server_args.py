@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import difflib
-import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,15 +28,15 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Co
 _SERVER_ARGS = "sglang.srt.server_args"
 _ENVIRON = "sglang.srt.environ"
 _DEPTH = 40
+_CONSTANTS = {"argparse.SUPPRESS": "==SUPPRESS==", "sys.maxsize": (1 << 63) - 1}
 _BUILTIN_ACTIONS = {"store", "store_true", "store_false", "store_const", "append", "append_const", "extend", "count"}
 _NO_VALUE = {"store_true", "store_false", "store_const", "append_const", "count", "boolean_optional"}
-# Parsers of SGLang that take more than the type says; the value is then not checked beyond the parser's own name.
+# What SGLang's own conversion functions make of a value; ``parser`` names the function.
 _PARSER_TYPES = {"loads": "json", "json_list_type": "json", "human_readable_int": "int", "nullable_str": "str"}
 _PLAIN_TYPES = ("str", "int", "float", "bool")
 _ENV_NAME = re.compile(r"[A-Z][A-Z0-9_]{2,}\Z")
 _HELP_DEPRECATED = re.compile(r"\W*(?:deprecated|\[deprecated\])", re.IGNORECASE)
 _HELP_REPLACEMENT = re.compile(r"\buse (?:the )?['\"`]?(--[a-z][\w-]*(?:[= ](?:<[\w-]+>|[\w-]+))?)", re.IGNORECASE)
-_HUMAN_INT = re.compile(r"\s*(?:[+-]?\d+|\d+(?:\.\d+)?[kMGT]|\d+[KMGT]i)\s*\Z")
 
 
 class Unresolved(Exception):
@@ -68,8 +67,10 @@ class _Member:
 
 
 class _Module:
-    def __init__(self, sources: Sources, name: str, text: str) -> None:
+    def __init__(self, sources: Sources, name: str, text: str, package: bool = False) -> None:
         self.sources, self.name = sources, name
+        # What one leading dot of a relative import means: the package itself, or the module's parent.
+        self.levels = [*name.split("."), "__init__"] if package else name.split(".")
         self.body = ast.parse(text).body
         self.names: dict[str, Any] = {}
         self.stars: list[str] = []
@@ -82,7 +83,7 @@ class _Module:
             elif isinstance(node, ast.ImportFrom):
                 base = node.module or ""
                 if node.level:
-                    package = self.name.split(".")[: -node.level]
+                    package = self.levels[: -node.level]
                     base = ".".join([*package, base] if base else package)
                 for alias in node.names:
                     if alias.name == "*":
@@ -110,10 +111,10 @@ class Sources:
         if name not in self.modules:
             self.modules[name] = None
             base = os.path.join(self.site_packages, *name.split("."))
-            for path in (base + ".py", os.path.join(base, "__init__.py")):
+            for path, package in ((base + ".py", False), (os.path.join(base, "__init__.py"), True)):
                 try:
                     with open(path, encoding="utf-8") as stream:
-                        self.modules[name] = _Module(self, name, stream.read())
+                        self.modules[name] = _Module(self, name, stream.read(), package)
                     break
                 except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
                     continue
@@ -268,8 +269,8 @@ class _Scope:
         return self.of(module).value(found)
 
     def _attribute(self, node: ast.Attribute) -> Any:
-        if _dotted(node).endswith("argparse.SUPPRESS"):
-            return "==SUPPRESS=="
+        if _dotted(node) in _CONSTANTS:
+            return _CONSTANTS[_dotted(node)]
         if _dotted(node.value) == "ServerArgs" and node.attr in self.defaults:
             return self._known_default(node.attr)
         owner = self.value(node.value)
@@ -424,6 +425,7 @@ class _Scope:
         """What a helper without arguments returns at its end: earlier returns depend on what is loaded already."""
         inner = _Module.__new__(_Module)
         inner.sources, inner.name, inner.body = function.module.sources, function.module.name, function.node.body
+        inner.levels = function.module.levels
         inner.names, inner.stars = dict(function.module.names), function.module.stars
         inner._bind(function.node.body)
         for statement in reversed(function.node.body):
@@ -1141,56 +1143,3 @@ def resolve_env_var(server_args: Mapping[str, Any], name: str) -> dict[str, Any]
         return {"kind": "deprecated", "name": name, "replacement": renamed, "message": ""}
     near = difflib.get_close_matches(renamed or name, known, n=3, cutoff=0.75)
     return {"kind": "unknown", "name": name, "near": near}
-
-
-def check_value(entry: Mapping[str, Any], value: Any) -> Optional[dict[str, Any]]:
-    """Why argparse would refuse ``value`` for a flag, as ``{code, expected, value, near}``, or None.
-
-    Codes: ``flag_type`` (not what the flag's type converts) and ``flag_choice`` (not among its choices; ``near`` holds
-    the likely meant ones). None and False are always right: the flag is then left out. A list given to a flag of one
-    value is refused, except where its parser is SGLang's own JSON.
-    """
-    if value is None or value is False:
-        return None
-    nargs, kind = entry.get("nargs"), entry.get("type")
-    if entry.get("action") in _NO_VALUE:
-        return None if value is True else {"code": "flag_type", "expected": "true or false", "value": value}
-    many = nargs in ("+", "*") or (isinstance(nargs, int) and nargs > 0) or entry.get("action") in ("append", "extend")
-    if isinstance(value, (list, tuple)) and kind != "json":
-        if not many:
-            return {"code": "flag_type", "expected": "one value", "value": list(value)}
-        if isinstance(nargs, int) and len(value) != nargs:
-            return {"code": "flag_type", "expected": f"{nargs} values", "value": list(value)}
-        if nargs == "+" and not value:
-            return {"code": "flag_type", "expected": "at least one value", "value": []}
-        return next((problem for problem in (_check_scalar(entry, v) for v in value) if problem), None)
-    return _check_scalar(entry, value)
-
-
-def _check_scalar(entry: Mapping[str, Any], value: Any) -> Optional[dict[str, Any]]:
-    kind, choices = entry.get("type"), entry.get("choices")
-    if entry.get("nargs") == "?" and value is True:
-        return None
-    problem: dict[str, Any] = {"code": "flag_type", "expected": kind, "value": value}
-    if isinstance(value, bool) and kind != "json":
-        return problem
-    if isinstance(value, (dict, list)) and kind != "json" and entry.get("parser") is None and kind is not None:
-        return problem
-    if entry.get("parser") == "human_readable_int":
-        return None if _HUMAN_INT.match(str(value)) else problem
-    converters: dict[str, Callable[[Any], Any]] = {"int": int, "float": float, "json": _json}
-    if kind in converters:
-        try:
-            converted = converters[kind](str(value) if kind != "json" else value)
-        except (ValueError, TypeError):
-            return problem
-        value = converted if kind != "json" else value
-    if choices and not entry.get("uncertain") and str(value) not in {str(choice) for choice in choices}:
-        texts = [str(choice) for choice in choices]
-        near = difflib.get_close_matches(str(value), texts, n=3, cutoff=0.5)
-        return {"code": "flag_choice", "expected": texts, "value": value, "near": near}
-    return None
-
-
-def _json(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else json.loads(json.dumps(value))
