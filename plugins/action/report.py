@@ -93,7 +93,7 @@ class ActionModule(ActionBase):
             version=self._version(),
             secrets=secrets,
         )
-        width = max(80, arguments["width"])
+        width = max(100, arguments["width"])
         self._display.display("\n" + _report.report_table(report, width, self._paint) + "\n")
         files = self._write(str(arguments["directory"] or ""), report)
         for path in files:

@@ -650,7 +650,7 @@ def _folded(table: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 
 def report_table(found: Mapping[str, Any], width: int = 140, paint: Optional[Paint] = None) -> str:
-    """Return the report of ``records``, or a report, as text at most ``width`` wide. ``paint(text, state)`` colours."""
+    """Return the report of ``records``, or a report, as text at most ``width`` (100 or more) wide. ``paint(text, state)`` colours."""
     report = found if "hosts" in found and "schema" in found else document(found)
     paint = paint or (lambda text, state: text)
     table = rows(report)
@@ -671,7 +671,7 @@ def _table_lines(table: Sequence[Mapping[str, str]], width: int, paint: Paint) -
     gaps = 2 * (len(columns) - 1)
     # The remedy is prose: it takes what is left, then the widest of the others gives way.
     over = sum(widths.values()) + gaps - width
-    for column, least in (("remedy", 24), ("service", 14), ("cause", 14), ("host", 14), ("backend", 9)):
+    for column, least in (("remedy", 24), ("service", 14), ("cause", 14), ("host", 14), ("backend", 9), ("after", 10), ("before", 10), ("remedy", 18)):
         if column in widths and over > 0:
             given = min(over, max(0, widths[column] - least))
             widths[column] -= given

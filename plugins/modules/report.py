@@ -34,7 +34,7 @@ options:
       - Files are replaced whole. C(report.json) and C(report.html) are of the latest run.
     type: path
   width:
-    description: Columns that the table may take.
+    description: Columns that the table may take, at least 100.
     type: int
     default: 140
 extends_documentation_fragment:
