@@ -14,6 +14,7 @@ An *observation* is what was seen at one moment (all keys optional; absent means
     in_flight: {kind, seconds}  # the probe that is still waiting for its answer
     events: [..]                # new events of the log (see _log_events), of the running invocation
     log_cause: {..}             # the cause out of the log, once a fatal event was seen or the process is gone
+    asked_to_end: bool          # the log of the ended start shows that somebody asked for its end
     counters: {tokens: n, requests: n}                                  # out of /metrics
 
 ``memory`` is what the judge knows from before: plain JSON, so that it travels between the slices of a wait.
@@ -387,24 +388,7 @@ def _dead(memory: Memory, seen: Observation, settings: Settings) -> Optional[Ver
                 _log_cause(seen, f"systemd: {unit.get('result')}, status {unit.get('exec_status')}"),
             )
         if unit_stopped(seen):
-            if unit.get("result") not in (None, "", "success"):
-                return Verdict(
-                    "failed",
-                    False,
-                    True,
-                    f"ended ({unit.get('result')})",
-                    _log_cause(seen, f"systemd: {unit.get('result')}"),
-                )
-            fatal = seen.get("log_cause")
-            if fatal and unit.get("exec_status") not in (None, 0, 137, 143):
-                return Verdict("failed", False, True, "ended", dict(fatal))
-            return Verdict(
-                "stopped",
-                False,
-                True,
-                "the unit is not running",
-                _cause("stopped", f"the unit is {unit.get('active_state')}", "start it, or deploy it"),
-            )
+            return _ended(seen, unit, settings)
     if has_fatal_event(seen) or memory.get("fatal"):
         memory["fatal"] = True
         # The first line of a traceback is not its last: wait a moment for the words, but not for the process.
@@ -428,6 +412,36 @@ def _dead(memory: Memory, seen: Observation, settings: Settings) -> Optional[Ver
     if shutting_down(seen):
         memory["shutting_down"] = True
     return None
+
+
+def _ended(seen: Observation, unit: Mapping[str, Any], settings: Settings) -> Verdict:
+    """A unit that is not running, without being failed: stopped on request, or dead in a way that systemd was told to
+    call success (SIGKILL of SGLang by itself, where a clean stop has the same status)."""
+    if unit.get("result") not in (None, "", "success"):
+        return Verdict(
+            "failed", False, True, f"ended ({unit['result']})", _log_cause(seen, f"systemd: {unit['result']}")
+        )
+    if unit.get("active_state") == "deactivating" and not settings.verify:
+        # Its last word is yet to come.
+        return Verdict("stopped", False, False, "the unit is stopping", None)
+    cause = seen.get("log_cause") or {}
+    asked = bool(seen.get("asked_to_end")) or shutting_down(seen)
+    known = cause.get("code") not in (None, "unknown")
+    if not asked and (known or unit.get("exec_status") not in (None, 0)):
+        return Verdict(
+            "failed",
+            False,
+            True,
+            "it ended without being asked to",
+            _log_cause(seen, f"it ended with status {unit.get('exec_status')}"),
+        )
+    return Verdict(
+        "stopped",
+        False,
+        True,
+        "the unit is not running",
+        _cause("stopped", f"the unit is {unit.get('active_state')}", "start it, or deploy it"),
+    )
 
 
 def _decide(memory: Memory, seen: Observation, settings: Settings, now: float) -> Verdict:

@@ -319,6 +319,10 @@ class Watch:
         chain = ids[-(int(unit.get("n_restarts") or 0) + 1) :]
         return chain[0] if chain else current
 
+    def _asked_to_end(self, unit: Mapping[str, Any]) -> bool:
+        lines = self.eyes.lines_of(unit.get("invocation"))
+        return any(line.startswith("Stopping ") or (parse_line(line) or {}).get("kind") == "shutdown" for line in lines)
+
     def _log_cause(self, unit: Optional[Mapping[str, Any]], patient: bool) -> dict[str, Any]:
         first = self._first_start(unit)
         alone = unit is None or first == (unit or {}).get("invocation")
@@ -365,6 +369,8 @@ class Watch:
         )
         if fatal or gone:
             seen["log_cause"] = self._log_cause(unit, patient=bool(gone) and not self.settings.verify)
+            if unit and unit.get("active_state") == "inactive":
+                seen["asked_to_end"] = self._asked_to_end(unit)
         elif memory["restarts"] is None and unit and (unit.get("n_restarts") or 0) > 0:
             uptime = unit.get("uptime")
             if uptime is not None and uptime < 600:

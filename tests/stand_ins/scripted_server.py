@@ -20,6 +20,7 @@ import argparse
 import json
 import select
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -134,12 +135,16 @@ class Handler(BaseHTTPRequestHandler):
     do_POST = _answer
 
 
-def serve(script: dict[str, Any], host: str = "127.0.0.1", port: int = 0) -> tuple[ThreadingHTTPServer, Script]:
+def serve(
+    script: dict[str, Any], host: str = "127.0.0.1", port: int = 0, tls: Optional[ssl.SSLContext] = None
+) -> tuple[ThreadingHTTPServer, Script]:
     """Start the stand-in in a thread; ``server.server_address[1]`` is its port, ``server.shutdown()`` ends it."""
     state = Script(script)
     handler = type("ScriptedHandler", (Handler,), {"script": state})
     server = ThreadingHTTPServer((host, port), handler)
     server.daemon_threads = True
+    if tls:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
     return server, state
 

@@ -235,8 +235,8 @@ def test_tolerated_restarts():
         ({"active_state": "failed", "sub_state": "failed", "result": "exit-code", "exec_status": 2}, "failed"),
         ({"active_state": "failed", "sub_state": "failed", "result": "oom-kill", "exec_status": 9}, "failed"),
         ({"active_state": "inactive", "sub_state": "dead", "result": "success", "exec_status": 0}, "stopped"),
-        ({"active_state": "inactive", "sub_state": "dead", "result": "success", "exec_status": 137}, "stopped"),
-        ({"active_state": "deactivating", "sub_state": "stop-sigterm", "result": "success"}, "stopped"),
+        ({"active_state": "inactive", "sub_state": "dead", "result": "success", "exec_status": 137}, "failed"),
+        ({"active_state": "deactivating", "sub_state": "final-sigterm", "result": "exit-code"}, "failed"),
         ({"load_state": "not-found", "active_state": "inactive"}, "failed"),
         ({"load_state": "masked", "active_state": "inactive"}, "failed"),
     ],
@@ -244,6 +244,30 @@ def test_tolerated_restarts():
 def test_what_systemd_says(unit, state):
     verdict, _memory, at = run([seen(1, unit={**UP, **unit})])
     assert verdict.state == state and verdict.done and at == 1 and verdict.cause["code"]
+
+
+def test_a_unit_that_is_stopping_has_its_last_word_before_it():
+    stopping = dict(UP, active_state="deactivating", sub_state="stop-sigterm")
+    verdict, _memory, _at = run([seen(1, unit=stopping)])
+    assert verdict.state == "stopped" and not verdict.done
+    assert run([seen(1, unit=stopping)], Settings(verify=True))[0].done
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "state"),
+    [
+        (True, "unknown", "stopped"),
+        (True, "gpu_fault", "stopped"),
+        (False, "scheduler_died", "failed"),
+        (False, "unknown", "failed"),
+    ],
+)
+def test_status_137_is_a_clean_stop_only_when_somebody_asked(asked, code, state):
+    """SGLang 0.5.18 ends with 137 when it is stopped, and when it has lost a scheduler."""
+    unit = dict(UP, active_state="inactive", sub_state="dead", result="success", exec_status=137)
+    cause = {"code": code, "message": "m", "mend": "x", "lines": []}
+    verdict, _memory, _at = run([seen(1, unit=unit, log_cause=cause, asked_to_end=asked)])
+    assert verdict.state == state and verdict.done
 
 
 def test_a_crash_whose_process_lingers_is_told_from_its_log():

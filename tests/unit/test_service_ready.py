@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import ssl
 import subprocess
 import sys
 import time
@@ -472,8 +474,8 @@ def test_metrics():
 def stand_in():
     started = []
 
-    def start(script):
-        server, state = serve(script)
+    def start(script, tls=None):
+        server, state = serve(script, tls=tls)
         started.append(server)
         return server.server_address[1], state
 
@@ -527,6 +529,32 @@ def test_a_real_wait_with_a_key(stand_in, tmp_path):
     assert run_slice(eyes, options, Settings(), None, 30.0, secrets=["tops3cret"])["ready"]
     eyes, options = real(port, tmp_path, key="wrong")
     assert run_slice(eyes, options, Settings(), None, 30.0)["cause"]["code"] == "api_key_refused"
+
+
+def test_tls(stand_in, tmp_path):
+    openssl = shutil.which("openssl")
+    if not openssl:
+        pytest.skip("no openssl to make a certificate with")
+    for name in ("one", "other"):
+        made = run(
+            [openssl, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", str(tmp_path / f"{name}.key"), "-out",
+             str(tmp_path / f"{name}.pem"), "-days", "2", "-subj", "/CN=sglang.test", "-addext",
+             "subjectAltName=DNS:sglang.test"], 60.0
+        )  # fmt: skip
+        assert made.rc == 0, made.stderr
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(str(tmp_path / "one.pem"), str(tmp_path / "one.key"))
+    port, _state = stand_in({"routes": {"/health": [{"status": 200}]}}, context)
+
+    def status(ca, name):
+        target = observe.Target("127.0.0.1", port, "https", None, ca and str(tmp_path / ca), name)
+        return observe.ask(target, observe.Ask("GET", "/health"), 10.0)
+
+    assert status(None, None)["status"] == 200
+    assert status("one.pem", None)["status"] == 200
+    assert status("one.pem", "sglang.test")["status"] == 200
+    assert "CERTIFICATE" in status("one.pem", "else.test")["error"].upper()
+    assert "CERTIFICATE" in status("other.pem", "sglang.test")["error"].upper()
 
 
 def test_a_process_that_ends_is_told_with_its_log(tmp_path):
