@@ -149,7 +149,8 @@ _DISPROVED = frozenset(
         "wrong_machine", "wrong_python", "corrupt_file", "mooncake_ep_not_built_for_torch", "meta_without_backend",
         "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
         "torch_is_cpu_build", "torch_broken", "missing_cuda_runtime", "private_lib_not_on_loader_path",
-        "missing_system_lib", "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch", "glibc_too_old",
+        "missing_system_lib", "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch",
+        "glibc_too_old",
         "rdma_core_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "python_abi_mismatch",
         "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver", "no_gpu_visible", "not_installed",
         "namespace_leftover", "backend_without_meta",
@@ -300,9 +301,14 @@ def classify_text(text: str) -> Optional[tuple[str, dict[str, Any]]]:
     return None
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _errors(error: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    chain = error.get("chain")
-    return [error, *[item for item in chain if isinstance(item, Mapping)]] if isinstance(chain, list) else [error]
+    """The exception and what it came from; a child's word is not trusted to have the right types."""
+    items = [error, *[item for item in _list(error.get("chain")) if isinstance(item, Mapping)]]
+    return [{**item, "bases": _list(item.get("bases")), "frames": _list(item.get("frames"))} for item in items]
 
 
 def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[str]) -> Finding:
@@ -314,8 +320,7 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
     missing: Optional[Finding] = None
     for item in _errors(error):
         kind, text = str(item.get("type", "")), str(item.get("message", ""))
-        bases = item.get("bases") or []
-        frames = item.get("frames") or []
+        bases, frames = item["bases"], item["frames"]
         data: dict[str, Any] = {"text": text[:600]}
         if kind == "FileNotFoundError" and "(deleted)" in text + str(item.get("filename", "")):
             return Finding("deleted_mapping", text, data)
@@ -334,7 +339,7 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
         return missing
     kind, text = str(error.get("type", "")), str(error.get("message", ""))
     data = {"text": text[:600]}
-    if "AssertionError" in (error.get("bases") or []):
+    if "AssertionError" in _list(error.get("bases")):
         return Finding("assertion_at_import", f"AssertionError: {text}", data)
     if "partially initialized module" in text or "circular import" in text:
         return Finding("extension_missing", text, data)
@@ -1150,7 +1155,7 @@ def _evidence(seen: Seen, outcome: Optional[Outcome], others: Sequence[Finding])
             error = outcome.error
             evidence["exception"] = {
                 "type": error.get("type"), "name": error.get("name"), "message": str(error.get("message"))[:600],
-                "at": (error.get("frames") or [None])[-1],
+                "at": (_list(error.get("frames")) or [None])[-1],
             }  # fmt: skip
         if outcome.outcome in ("signal", "exit", "timeout", "torch", "not_started") and outcome.output:
             evidence["output"] = outcome.output[-800:]
@@ -1172,8 +1177,7 @@ def fatal_for_service(outcome: Optional[Outcome], guard: Optional[str]) -> bool:
     """
     if outcome is None or guard is None or outcome.outcome in ("ok", "not_started", "torch"):
         return False
-    bases = (outcome.error or {}).get("bases") or []
-    return guard not in bases
+    return guard not in _list((outcome.error or {}).get("bases"))
 
 
 def decide_backend(

@@ -418,6 +418,8 @@ def finder_mapping(text: str) -> dict[str, str]:
         value = ast.literal_eval(matched.group(1))
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return {}
+    if not isinstance(value, dict):
+        return {}
     return {key: path for key, path in value.items() if isinstance(key, str) and isinstance(path, str)}
 
 

@@ -342,7 +342,7 @@ class Reader:
 
 
 def parse(data: Any, path: str = "", symbols: bool = True) -> Elf:
-    """The :class:`Elf` of ``data``, its undefined symbols only with ``symbols``; what is wrong stands in ``problem``."""
+    """The :class:`Elf` of ``data``, undefined symbols only with ``symbols``; what is wrong stands in ``problem``."""
     try:
         reader = Reader(data)
         elf = Elf(path, bits=reader.bits, machine=reader.machine)

@@ -144,6 +144,7 @@ for index, group in enumerate(groups):
                 if fd != group["result"]:
                     os.close(fd)
             tell(group["result"], work(group))
+            sys.stdout.flush()
         finally:
             exit_now(0)
     pids[pid] = index
