@@ -411,7 +411,7 @@ def has_nvswitch(context: Context, fabric: Mapping[str, Any]) -> Optional[bool]:
         os.path.exists(context.path(p)) for p in ("/dev/nvidia-nvswitchctl", "/proc/driver/nvidia-nvswitch/devices")
     ):
         return True
-    if fabric["class"] in ("pcie_only", "single"):
+    if fabric["class"] == "pcie_only":
         return False
     if max((len(group) for group in fabric["nvlink_groups"]), default=0) >= _SWITCHED_FROM:
         return True
@@ -430,30 +430,33 @@ def parse_fabric_state(text: str) -> list[dict[str, Optional[str]]]:
     return out
 
 
-def read_fabric_manager(run: Run, timeout: float, driver: Optional[str], nvswitch: Optional[bool]) -> dict[str, Any]:
+def read_fabric_manager(
+    run: Run, timeout: float, driver: Optional[str], nvswitch: Optional[bool], smi: str = "nvidia-smi"
+) -> dict[str, Any]:
     """The service that sets up NVSwitches, and what the GPUs say of it.
 
     Returns ``{needed, active, state, version, version_matches, gpu_states, ok}``. On a host without NVSwitch the check
-    is skipped: ``needed`` is False and the rest None. A virtual machine has switches that its host looks after: there
-    ``ok`` follows the GPUs' own word (fabric state ``Completed``).
+    is skipped: ``needed`` is False and the rest None. Where nothing tells of switches (``nvswitch`` None) an installed
+    manager does. A virtual machine has switches that its host looks after: there ``ok`` follows the GPUs' own word
+    (fabric state ``Completed``).
     """
     out: dict[str, Any] = dict.fromkeys(("active", "state", "version", "version_matches", "ok"))
     out.update(needed=False, gpu_states=[])
     if nvswitch is False:
         return out
-    told = run(["nvidia-smi", "--query-gpu=fabric.state,fabric.status", "--format=csv"], timeout)
+    told = run([smi, "--query-gpu=fabric.state,fabric.status", "--format=csv"], timeout)
     states = [] if "not a valid field" in told.stdout + told.stderr else parse_fabric_state(told.stdout)
     out["gpu_states"] = sorted({f"{s['state']}/{s['status']}" for s in states if s["state"]})
     known = [s for s in states if s["state"]]
-    out["needed"] = bool(nvswitch or known)
+    version = re.search(r"(\d+\.\d+(?:\.\d+)*)", run(["nv-fabricmanager", "--version"], timeout).stdout)
+    out["version"] = version.group(1) if version else None
+    out["needed"] = bool(nvswitch or known or version)
     if not out["needed"]:
         return out
     active = run(["systemctl", "is-active", "nvidia-fabricmanager.service"], timeout)
     word = (active.stdout.strip().split("\n") or [""])[0].strip()
     out["state"] = word if re.match(r"[a-z-]+\Z", word) else None
     out["active"] = None if out["state"] is None else out["state"] == "active"
-    version = re.search(r"(\d+\.\d+(?:\.\d+)*)", run(["nv-fabricmanager", "--version"], timeout).stdout)
-    out["version"] = version.group(1) if version else None
     if out["version"] and driver:
         out["version_matches"] = out["version"] == driver
     if known:
@@ -473,9 +476,10 @@ def gather(context: Context) -> dict[str, Any]:
     numa = {device["index"]: device.get("numa") for device in devices if device["index"] is not None}
     names = {device["index"]: device.get("name") for device in devices if device["index"] is not None}
     parsed, problem, sick = _EMPTY_MATRIX, None, gpus.get("state") in ("timeout", "absent")
+    smi = gpus.get("nvidia_smi") or "nvidia-smi"
     p2p: dict[str, Any] = {}
     if not sick:
-        told = context.run(["nvidia-smi", "topo", "-m"], context.command_timeout)
+        told = context.run([smi, "topo", "-m"], context.command_timeout)
         parsed = parse_matrix(told.stdout)
         if told.timed_out:
             problem, sick = "nvidia-smi topo gave no answer in time", True
@@ -490,7 +494,7 @@ def gather(context: Context) -> dict[str, Any]:
     if len(parsed["gpus"]) > 1 and not sick:
         # Over NVLink is asked only where the matrix shows none: the two must agree.
         for kind, option in (("read", "r"), ("nvlink", "n"))[: 2 if out["class"] == "pcie_only" else 1]:
-            told = context.run(["nvidia-smi", "topo", "-p2p", option], context.command_timeout)
+            told = context.run([smi, "topo", "-p2p", option], context.command_timeout)
             p2p[kind] = peer_to_peer(parse_matrix(told.stdout))
             if told.timed_out:
                 break
@@ -501,7 +505,7 @@ def gather(context: Context) -> dict[str, Any]:
     out["nvswitch"] = has_nvswitch(context, out)
     run = context.run
     asked = False if sick or (not parsed["gpus"] and not devices) else out["nvswitch"]
-    out["fabric_manager"] = read_fabric_manager(run, context.command_timeout, gpus.get("driver"), asked)
+    out["fabric_manager"] = read_fabric_manager(run, context.command_timeout, gpus.get("driver"), asked, smi)
     if out["nvswitch"] is None and out["fabric_manager"]["gpu_states"]:
         out["nvswitch"] = True
     out["rdma"] = read_rdma(context)

@@ -236,6 +236,7 @@ def read_gpus(run: Run, timeout: float, context: Optional[Context] = None) -> di
         "message": "",
         "driver": None,
         "cuda_driver": None,
+        "nvidia_smi": path if result.rc != 127 else None,
         "devices": [] if result.timed_out else parse_gpus(result.stdout + "\n" + result.stderr, fields),
     }
     if not any(not device["lost"] for device in out["devices"]):

@@ -321,6 +321,32 @@ def test_fabric_manager(
     assert manager["ok"] is ok
 
 
+@pytest.mark.parametrize(
+    ("version", "needed", "ok"), [("Fabric Manager version is : 570.86.16", True, False), ("", False, None)]
+)
+def test_an_installed_manager_tells_of_switches_where_nothing_else_does(
+    version: str, needed: bool, ok: bool | None, tmp_path: Path
+) -> None:
+    tools = Tools({ACTIVE: RunResult(3, "inactive\n", ""), VERSION: RunResult(0, version, "")})
+    gpus = {"state": "ok", "driver": "570.86.15", "devices": [{"index": i} for i in range(8)]}
+    manager = _fabric.gather(Context(run=tools, root=str(tmp_path), results={"gpus": gpus}))["fabric_manager"]
+    assert (manager["needed"], manager["ok"]) == (needed, ok)
+
+
+def test_the_nvidia_smi_that_answered_is_asked_again(tmp_path: Path) -> None:
+    gpus = {"state": "ok", "nvidia_smi": "/opt/bin/nvidia-smi", "devices": []}
+    tools = Tools({"/opt/bin/nvidia-smi topo -m": RunResult(0, sample("topo/topo_1gpu.txt"), "")})
+    assert _fabric.gather(Context(run=tools, root=str(tmp_path), results={"gpus": gpus}))["class"] == "single"
+
+
+def test_a_single_gpu_can_hang_on_a_switch_too(tmp_path: Path) -> None:
+    tools = Tools(
+        answers("topo/topo_1gpu.txt", STATE="fabric.state, fabric.status\nIn Progress, N/A\n", ACTIVE="failed\n")
+    )
+    fabric = _fabric.gather(Context(run=tools, root=str(tmp_path)))
+    assert (fabric["class"], fabric["nvswitch"], fabric["fabric_manager"]["ok"]) == ("single", True, False)
+
+
 def test_fabric_manager_is_not_asked_for_on_a_pcie_host(tmp_path: Path) -> None:
     tools = Tools(answers("topo/topo_rtxpro6000_pcie_8gpu_2numa_4nic.txt", ACTIVE="inactive\n"))
     fabric = _fabric.gather(Context(run=tools, root=str(tmp_path)))

@@ -228,7 +228,8 @@ def test_all_gpus_lost_is_an_error(tmp_path: Path) -> None:
 
 def test_nvidia_smi_elsewhere_and_nowhere(tmp_path: Path) -> None:
     smi = Smi(two_h200(), "/usr/local/nvidia/bin/nvidia-smi")
-    assert _gpus.gather(Context(run=smi, root=str(tmp_path)))["state"] == "ok"
+    found = _gpus.gather(Context(run=smi, root=str(tmp_path)))
+    assert (found["state"], found["nvidia_smi"]) == ("ok", "/usr/local/nvidia/bin/nvidia-smi")
     absent = _gpus.gather(Context(run=Smi({}, "nowhere"), root=str(tmp_path)))
     assert (absent["state"], absent["code"], absent["driver"]) == ("absent", "nvidia_smi_absent", None)
     version = tmp_path / "proc/driver/nvidia/version"
