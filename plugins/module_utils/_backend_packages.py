@@ -802,8 +802,7 @@ class Mender:
                 f"{error} Everything in the venv is as it was before.", **{**fields, "restored": True}
             ) from error
         entry.save(_journal.DONE)
-        with _drop.acting_as(self.owner):
-            shutil.rmtree(entry.work, ignore_errors=True)
+        self._forget(entry.work)
         return done
 
     def _prove(self, entry: _journal.Entry) -> None:
@@ -836,9 +835,13 @@ class Mender:
         entry.save(_journal.RESTORING)
         self._files_back(entry)
         entry.save(_journal.RESTORED)
-        with _drop.acting_as(self.owner):
-            shutil.rmtree(entry.work, ignore_errors=True)
-            shutil.rmtree(entry.files, ignore_errors=True)
+        self._forget(entry.work)
+        self._forget(entry.files)
+
+    @staticmethod
+    def _forget(folder: str) -> None:
+        # The folder's parent is ours, not the owner's. What cannot go now goes with the entry.
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _files_back(self, entry: _journal.Entry) -> None:
         manifest = entry.manifest()
