@@ -51,7 +51,7 @@
       try { $(name).value = decodeURIComponent(value); } catch (error) { if (!(error instanceof URIError)) throw error; }
     }
   }
-  for (const name of fields) $(name).addEventListener("input", filter);
+  for (const name of fields) for (const kind of ["input", "change"]) $(name).addEventListener(kind, filter);
   $("clear").addEventListener("click", () => { for (const name of fields) $(name).value = ""; filter(); $("q").focus(); });
   for (const button of document.querySelectorAll(".show")) {
     button.hidden = false;
