@@ -344,7 +344,8 @@ def progress(lines: Iterable[str]) -> dict[str, Any] | None:
 def compile_item(command: str) -> str | None:
     """Return the base name of what a compiler's command line works on (``internode.cu``, ``device link``)."""
     words = command.split()
-    if "-dlink" in words:
+    compiles = "-c" in words
+    if "-dlink" in words or (words and os.path.basename(words[0]) == "nvcc" and not compiles):
         return "device link"
     for index, word in enumerate(words[:-1]):
         if word == "-c" and re.search(r"\.(?:cu|cpp|cc|cxx|c)$", words[index + 1].strip("'\"")):

@@ -629,6 +629,9 @@ class Builder:
         self.facts["headers"] = self.headers(["infiniband/mlx5dv.h", "infiniband/verbs.h"])
         want = dict(self.want, source_kind=self.source.get("kind"), wheelhouse_has=self._wheelhouse())
         self.plan = _deepep_preflight.plan_build(self.facts, want)
+        if tree is None:
+            # Not fetched yet, so nothing can be said against it.
+            self.plan["problems"] = [item for item in self.plan["problems"] if item["code"] != "source_not_recognised"]
         self.parts = _fingerprint.fingerprint_parts(self.plan["fingerprint_facts"])
         self.fingerprint = _fingerprint.fingerprint(self.parts)
 
