@@ -44,8 +44,10 @@ class ActionModule(ActionBase):
             result["drift"] = _plan_text.plan_drift(
                 plan, given["running"].get("argv"), given["running"].get("server_info")
             )
-            if self._task.diff:
+            if self._task.diff and result["drift"]:
                 result["diff"] = _plan_text.drift_diff(plan, result["drift"])
+                # Callbacks show the diff of what has changed something only, and a plan never does.
+                self._display.display(f"{host}: drift of {plan['instance']}\n{_plan_text.drift_text(result['drift'])}")
         if plan["rejections"] and given["fail_on_rejection"]:
             result.update(failed=True, msg=_plan_text.rejections_text(plan, host))
         return result

@@ -17,8 +17,8 @@ from jinja2.exceptions import TemplateError
 def _parse(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    except yaml.YAMLError as problem:
+        raise ValueError(str(problem)) from None
 
 
 def intents(variables: Any) -> dict[str, Any]:
@@ -35,8 +35,8 @@ def intents(variables: Any) -> dict[str, Any]:
             continue
         try:
             own[name] = _intents.plain(variables[name])
-        except (AnsibleError, TemplateError) as error:
-            broken.append((name, str(error)))
+        except (AnsibleError, TemplateError) as problem:
+            broken.append((name, str(problem)))
     result = _intents.intents(own, _parse)
     for name, error in broken:
         result["problems"].append(

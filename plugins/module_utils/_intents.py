@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -220,7 +221,7 @@ _EPLB_KEYS = {
 }
 _UNSET = ("", "null", "~")
 # Facts that our own playbooks set.
-_OWN_FACTS = ("sglang_resolved",)
+_OWN_FACTS = ("sglang_resolved", "sglang_report")
 
 
 def plain(value: Any) -> Any:
@@ -409,14 +410,19 @@ def _parallelism(value: Any, parse: Parse) -> Any:
     return sizes
 
 
+def _backend_name(value: str) -> str:
+    name = value.strip().casefold().replace("-", "_")
+    return {"deep_ep": "deepep"}.get(name, name)
+
+
 def _backends(value: Any, parse: Parse) -> Any:
     if isinstance(value, str) and not value.strip().startswith(("[", "- ")) and "," not in value:
-        return value.strip().casefold().replace("-", "_")
+        return _backend_name(value)
     names = []
     for item in _list(value, parse):
         if not isinstance(item, str):
             raise _Bad("must hold names")
-        name = item.strip().casefold().replace("-", "_")
+        name = _backend_name(item)
         if name not in names:
             names.append(name)
     if not names:
@@ -504,6 +510,36 @@ def _uses(value: Any, parse: Parse) -> dict[str, list[str]]:
     return result
 
 
+def _flags(value: Any, parse: Parse) -> dict[str, Any]:
+    """Flags as a mapping; the words of a command line (a list or text that begins with a dash) are taken too."""
+    words: Optional[list[str]] = None
+    if isinstance(value, str) and value.lstrip().startswith("--"):
+        try:
+            words = shlex.split(value)
+        except ValueError as error:
+            raise _Bad(f"cannot be split into words: {error}") from None
+    elif isinstance(value, list) and value and str(value[0]).startswith("--"):
+        words = [str(word) for word in value]
+    if words is None:
+        return _dict(value, parse)
+    found: dict[str, Any] = {}
+    name = None
+    for word in words:
+        if word.startswith("--"):
+            name, equals, text = word.partition("=")
+            given: Any = text if equals else True
+            if name in found:
+                raise _Bad(f"gives {name} twice", f"{name} once")
+            found[name] = given
+            name = None if equals else name
+        elif name is None:
+            raise _Bad("has a word that belongs to no flag")
+        else:
+            present = found[name]
+            found[name] = word if present is True else [*(present if isinstance(present, list) else [present]), word]
+    return found
+
+
 def _env(value: Any, parse: Parse) -> dict[str, str]:
     result = {}
     for name, item in _dict(value, parse).items():
@@ -572,6 +608,8 @@ def coerce(variable: Variable, value: Any, parse: Parse = json.loads) -> Any:
         return _uses(value, parse)
     if kind == "env":
         return _env(value, parse)
+    if kind == "flags":
+        return _flags(value, parse)
     if kind == "ints":
         result = [_int(item) for item in _list(value, parse)]
         if any(item < 0 for item in result) or len(set(result)) != len(result) or not result:

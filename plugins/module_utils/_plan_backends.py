@@ -95,6 +95,15 @@ def _state_reason(draft: Draft, library: str, use: str) -> tuple[dict[str, Any],
     return state, [Reason(f"backend_{found}", text, change, False)]
 
 
+def build_remedy() -> dict[str, Any]:
+    """DeepEP from source, in place of a published wheel."""
+    return {
+        "kind": "rebuild",
+        "summary": "build DeepEP against the host's CUDA toolkit and install the wheel",
+        "steps": [{"action": "build", "packages": [], "args": {"backend": "deep_ep"}}],
+    }
+
+
 def may_mend(draft: Draft, verdict: Verdict) -> Optional[dict[str, Any]]:
     """The remedy that ``sglang_on_missing_backend`` allows for a backend whose only fault is its state, else None."""
     policy = draft.intent.get("on_missing_backend") or "fallback"
@@ -103,11 +112,7 @@ def may_mend(draft: Draft, verdict: Verdict) -> Optional[dict[str, Any]]:
     remedy = verdict.state.get("remedy") or {}
     kind = remedy.get("kind")
     if policy == "build" and verdict.library == "deep_ep" and kind in ("install", "rebuild", "replace"):
-        return {
-            "kind": "rebuild",
-            "summary": "build DeepEP against the host's CUDA toolkit and install the wheel",
-            "steps": [{"action": "build", "packages": [], "args": {"backend": "deep_ep"}}],
-        }
+        return build_remedy()
     if kind in MENDABLE:
         if kind == "system_package" and not draft.settings.get("manage_system_packages"):
             draft.warn(
@@ -352,6 +357,10 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
                     f"ask for {name} by name",
                     True,
                 )
+            )
+        if draft.gpus_known and len(draft.archs()) == 0:
+            reasons.append(
+                Reason("arch_unknown", "the GPUs' architecture is not known", f"ask for {name} by name", True)
             )
         if "experts" not in draft.model:
             reasons.append(

@@ -157,6 +157,15 @@ def _same(planned: Any, running: Any) -> bool:
     return str(planned) == str(running)
 
 
+def drift_text(differences: Sequence[Mapping[str, Any]]) -> str:
+    """``differences`` as lines, ``-`` running and ``+`` planned."""
+    lines = []
+    for row in differences:
+        lines += [f"-{row['setting']}: {row['running']}"] if row["running"] is not None else []
+        lines += [f"+{row['setting']}: {row['planned']}"] if row["planned"] is not None else []
+    return "\n".join(lines)
+
+
 def drift_diff(plan: Mapping[str, Any], differences: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """``differences`` as Ansible shows them with ``--diff``: running before, planned after."""
 

@@ -402,9 +402,6 @@ DENSE_TP_MAY_BE_TP = Behaviour(">=0.5.15.post1", "<0.5.9", "read in the wheels o
 UNQUANTIZED_DEEPEP_NEEDS_LOW_LATENCY = Behaviour(
     "<=0.5.15.post1", ">99", "run on two H200: 'Unquantized DeepEP MoE currently supports low_latency mode only'"
 )
-DP_IS_ATTENTION_DP = Behaviour(
-    "<0.5.21", ">=0.5.23", "--attn-dp-size in 0.5.23; before, --dp-size with --enable-dp-attention"
-)
 
 
 def holds(behaviour: Behaviour, sglang_version: Optional[str]) -> Optional[bool]:

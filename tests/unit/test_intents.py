@@ -277,3 +277,40 @@ def test_nothing_that_a_user_writes_raises(name: str, value: Any) -> None:
     json.dumps(result)
     for row in result["problems"]:
         assert row["code"] and row["message"] and row["variable"]
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        "--tp-size 8 --trust-remote-code --cuda-graph-bs 1 2 --chat-template='a b'",
+        ["--tp-size", "8", "--trust-remote-code", "--cuda-graph-bs", "1", "2", "--chat-template=a b"],
+    ],
+)
+def test_a_command_line_is_taken_for_flags(given_: Any) -> None:
+    result = read(flags=given_)
+    assert result["problems"] == []
+    assert result["instances"]["default"]["flags"] == {
+        "--tp-size": "8",
+        "--trust-remote-code": True,
+        "--cuda-graph-bs": ["1", "2"],
+        "--chat-template": "a b",
+    }
+
+
+@pytest.mark.parametrize("given_", ["--a 'b", ["--tp-size", "8", "--tp-size", "4"], ["--a=1", "b"]])
+def test_a_command_line_that_is_none(given_: Any) -> None:
+    assert errors(read(flags=given_)) == [("invalid_value", "sglang_flags")]
+
+
+def test_secrets_in_a_command_line_do_not_leave() -> None:
+    result = read(flags=f"--tp-size 8 --api-key {SECRET}")
+    assert SECRET not in json.dumps(result)
+    assert errors(result) == [("secret_in_flags", "sglang_flags.--api-key")]
+
+
+def test_the_librarys_name_is_taken_for_the_backend() -> None:
+    assert read(moe_a2a_backend="deep_ep")["instances"]["default"]["moe_a2a_backend"] == "deepep"
+
+
+def test_a_tls_key_file_is_no_secret_flag() -> None:
+    assert read(flags={"ssl_keyfile": "/etc/x.pem", "ssl-certfile": "/etc/x.crt"})["problems"] == []

@@ -678,3 +678,43 @@ def test_no_flag_value_raises(flags: dict[str, Any]) -> None:
     plan = make(probe(H200), flags=flags)
     json.dumps(plan)
     assert all(isinstance(word, str) for word in plan["argv"])
+
+
+@pytest.mark.parametrize(
+    ("release", "argv"),
+    [
+        ("0.5.18", ["--dp-size", "8"]),
+        ("0.5.23", ["--attn-dp-size", "8"]),
+    ],
+)
+def test_attention_data_parallelism_in_the_words_of_each_version(release: str, argv: list[str]) -> None:
+    flags = {"tp_size": 8, "dp_size": 8, "enable_dp_attention": True, "chunked_prefill_size": 4096, **LL}
+    plan = make(probe(H200, release), moe_a2a_backend="deepep", flags=flags)
+    assert plan["rejections"] == []
+    assert after(plan["argv"], "--tp-size")[2:4] == argv
+    assert ("--enable-dp-attention" in plan["argv"]) is (release == "0.5.18")
+    assert (plan["effective"]["attn_dp_size"], plan["effective"]["tp_size"]) == (8, 8)
+    assert plan["env"]["SGLANG_DEEPEP_NUM_MAX_DISPATCH_TOKENS_PER_RANK"] == "512"
+
+
+def test_replicas_need_their_own_gpus() -> None:
+    row = rejection(make(probe(H200), flags={"tp_size": 8, "dp_size": 8}), "not_enough_gpus")
+    assert row["numbers"]["needed"] == 64
+
+
+def test_a_build_is_one_remedy_also_when_the_backend_is_wanted_twice() -> None:
+    plan = make(
+        probe(H200, backends=ABSENT),
+        moe_a2a_backend="deepep",
+        on_missing_backend="build",
+        backends={"deep_ep": ["a2a"]},
+    )
+    assert [step["action"] for row in plan["remedies"] for step in row["steps"]] == ["build"]
+
+
+def test_gpus_of_unknown_architecture_are_not_guessed_about() -> None:
+    host = probe(H200)
+    for gpu in host["gpus"]["devices"]:
+        gpu.update(compute_capability=None, sm=None)
+    assert make(host)["effective"]["moe_a2a_backend"] == "none"
+    assert make(host, moe_a2a_backend="deepep")["effective"]["moe_a2a_backend"] == "deepep"
