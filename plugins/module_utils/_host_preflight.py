@@ -17,7 +17,6 @@ import os
 import pwd
 import re
 import stat
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -200,28 +199,18 @@ def identity(user: str, group: str) -> tuple[int, int, list[int]]:
         return 65534, gid, [gid]
 
 
-_ACCESS_CHILD = """
-import json, os, sys
-out = []
-for path, need in json.load(sys.stdin):
-    parts = [p for p in path.split("/") if p]
-    bad = None
-    for i in range(len(parts)):
-        parent = "/" + "/".join(parts[:i])
+def _blocked(path: str, need: str) -> tuple[str, str] | None:
+    parts = [part for part in path.split("/") if part]
+    for index in range(len(parts)):
+        parent = "/" + "/".join(parts[:index])
         if not os.access(parent, os.X_OK):
-            bad = [parent, "enter"]
-            break
-    if bad is None and not os.path.exists(path):
-        bad = [path, "absent"]
-    if bad is None:
-        mode = {"read": os.R_OK, "run": os.R_OK | os.X_OK, "write": os.W_OK | os.X_OK}[need]
-        if os.path.isdir(path):
-            mode |= os.X_OK
-        if not os.access(path, mode):
-            bad = [path, need]
-    out.append(bad)
-json.dump(out, sys.stdout)
-"""
+            return (path, "absent") if not os.path.isdir(parent) and not os.path.lexists(parent) else (parent, "enter")
+    if not os.path.exists(path):
+        return path, "absent"
+    mode = {"read": os.R_OK, "run": os.R_OK | os.X_OK, "write": os.W_OK | os.X_OK}[need]
+    if os.path.isdir(path):
+        mode |= os.X_OK
+    return None if os.access(path, mode) else (path, need)
 
 
 def access_as(
@@ -229,8 +218,8 @@ def access_as(
 ) -> list[tuple[str, str] | None]:
     """What the user cannot reach: for each (path, ``read``|``run``|``write``) None, or (path that stops it, why).
 
-    A child process takes the user's ids and asks the kernel, so that ACLs, mounts and root squash count.
-    Raises OSError when the child cannot be run.
+    A child takes the user's ids and asks the kernel, so that ACLs, mounts and root squash count. It is forked, not
+    run, since this process's own interpreter may be hidden from that user. Raises OSError when that fails.
     """
     uid, gid, groups = identity(user, group)
     for name in extra_groups:
@@ -238,25 +227,28 @@ def access_as(
             groups.append(grp.getgrnam(name).gr_gid)
         except KeyError:
             continue
-
-    def drop() -> None:
-        if os.geteuid() == 0:
-            os.setgroups(groups)
-            os.setresgid(gid, gid, gid)
-            os.setresuid(uid, uid, uid)
-
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", _ACCESS_CHILD],
-        input=json.dumps([list(item) for item in wanted]),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        preexec_fn=drop,
-        cwd="/",
-    )
-    if done.returncode != 0:
-        raise OSError(f"the access check as {user} failed: {done.stderr.strip()[-300:]}")
-    return [(item[0], item[1]) if item else None for item in json.loads(done.stdout)]
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            os.close(reader)
+            if os.geteuid() == 0:
+                os.setgroups(groups)
+                os.setresgid(gid, gid, gid)
+                os.setresuid(uid, uid, uid)
+            with os.fdopen(writer, "w") as stream:
+                json.dump([_blocked(path, need) for path, need in wanted], stream)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    _pid, status = os.waitpid(child, 0)
+    if status != 0:
+        raise OSError(f"the access check as {user} failed")
+    return [(item[0], item[1]) if item else None for item in json.loads(text)]
 
 
 def check_access(
@@ -265,7 +257,7 @@ def check_access(
     """Paths the service must reach: ``wanted`` is (what, path, need)."""
     try:
         found = access_as(user, group, [(path, need) for _what, path, need in wanted], extra_groups)
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         return [problem("access_unknown", str(error), "warning")]
     problems = []
     for (what, path, need), blocked in zip(wanted, found):

@@ -38,8 +38,8 @@ texts = st.text(st.characters(), max_size=40).filter(lambda text: all(carried(ch
 @given(st.lists(texts, max_size=8))
 def test_any_argv_reads_back(arguments: list[str]) -> None:
     argv = ["/usr/bin/python3", *arguments]
-    hostile = {name: "EXPANDED" for name in ("A", "HOME", "x", "PATH")}
-    specifiers = {letter: "EXPANDED" for letter in "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"}
+    hostile = dict.fromkeys(("A", "HOME", "x", "PATH"), "EXPANDED")
+    specifiers = dict.fromkeys("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "EXPANDED")
     assert parse_command(quote_command(argv), hostile, specifiers) == argv
     assert parse_command(quote_command(argv, " \\\n  ").replace("\\\n", " "), hostile, specifiers) == argv
 
