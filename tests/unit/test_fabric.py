@@ -112,6 +112,7 @@ def mesh(members: list[int], cell: str = "NV18") -> dict[tuple[int, int], str]:
     [
         (8, mesh([0, 1, 3, 4, 6, 7]), "degraded_nvlink", [2, 5]),
         (3, mesh([0, 1]), "degraded_nvlink", [2]),
+        (8, {**mesh([0, 1, 2, 3, 4, 5]), **mesh([6, 7])}, "degraded_nvlink", [6, 7]),
         (4, mesh([0, 1]), "degraded_nvlink", [2, 3]),
         (8, {**mesh([0, 1]), **mesh([2, 3]), **mesh([4, 5])}, "degraded_nvlink", [6, 7]),
         (4, {**mesh([0, 1]), **mesh([2, 3])}, "nvlink_pairs", []),

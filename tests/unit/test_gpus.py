@@ -81,7 +81,7 @@ def test_mig_and_lost_gpus() -> None:
     lost = _gpus.parse_gpus(sample("smi_one_gpu_lost.csv"))
     assert [device["index"] for device in lost if device["lost"]] == [7]
     assert (lost[7]["name"], lost[7]["memory_mib"], lost[7]["sm"]) == (None, None, None)
-    assert lost[6]["pci"] == "0000:7e:00.0"
+    assert (lost[6]["pci"], lost[6]["memory_used_mib"]) == ("0000:7e:00.0", 4)
 
 
 def test_a_gpu_without_handle_is_lost_and_told() -> None:
