@@ -303,25 +303,20 @@ def parse_report(text: str, installed: Mapping[str, str]) -> list[Change]:
 
 
 def unwanted(changes: Iterable[Change], named: Collection[str], allowed: Collection[str]) -> list[Change]:
-    """The changes that a step does not name, and other versions of protected distributions, unless ``allowed``.
+    """The changes that no step may make: another distribution replaced, or a protected one installed or moved.
 
-    A dependency that is not there yet may come along, unless it is a protected one: nothing that works is touched by
-    it. A protected distribution that is named may be repaired (the same version again) or installed where there is none.
+    What a step names may change, a protected distribution only be repaired (the same version again) or installed
+    where there is none. A dependency that is not there yet may come along when the step lets pip resolve.
     """
     allow = {canonical(item) for item in allowed}
-    return [
-        change
-        for change in changes
-        if change.name not in allow
-        and (
-            (change.name not in named and (change.before is not None or is_protected(change.name)))
-            or (
-                is_protected(change.name)
-                and change.before is not None
-                and not same_version(change.before, change.version)
-            )
-        )
-    ]
+
+    def is_bad(change: Change) -> bool:
+        if change.name in named:
+            moved = change.before is not None and not same_version(change.before, change.version)
+            return moved and is_protected(change.name)
+        return change.before is not None or is_protected(change.name)
+
+    return [change for change in changes if change.name not in allow and is_bad(change)]
 
 
 def redact(text: str) -> str:

@@ -20,6 +20,7 @@ description:
     not root's is never run as root.
   - Torch, NCCL, SGLang, Triton and everything that no step names stay as they are; the module stops beforehand when
     C(pip) would change them.
+  - A step without C(--no-deps) lets C(pip) resolve. Dependencies that are not there yet come along then.
   - Run it only while no service uses the venv; it refuses when a process has one of the files mapped.
 notes:
   - As root, the journal is kept in C(/var/lib/gpufleet-sglang/journal). A user who is not root and owns the venv can

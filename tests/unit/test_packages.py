@@ -141,6 +141,11 @@ def test_protected_even_when_named_unless_allowed_or_repaired(name):
     assert packages.unwanted([change._replace(before=None)], {name}, []) == []
 
 
+def test_a_dependency_that_is_not_there_may_come_along_unless_it_is_protected():
+    changes = [packages.Change("aiohttp", "3", None), packages.Change("torch", "2.15.0", None)]
+    assert [item.name for item in packages.unwanted(changes, {"mooncake"}, [])] == ["torch"]
+
+
 @pytest.mark.parametrize("text", ["", "{", '{"install": 3}', '{"install": [{}]}', "[]"])
 def test_no_report(text):
     with pytest.raises(ValueError):
