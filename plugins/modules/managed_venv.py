@@ -29,7 +29,7 @@ options:
   lock:
     description:
       - The text of the lock, as C(pip) reads requirements; comments, order and spaces do not matter to the hash.
-      - It names no index: that belongs into the C(pip.conf) of the owner.
+      - It names no index, since that belongs into the C(pip.conf) of the owner.
     type: str
     required: true
   base:
