@@ -31,6 +31,8 @@ _DECIDED = (
     "moe_a2a_backend",
     "elastic_ep_backend",
 )
+# Values of --load-format that read weights from the model's folder.
+_READS_FILES = (None, "auto", "pt", "safetensors", "npcache", "fastsafetensors", "mistral", "gguf")
 _MAY_LACK = ("attn_dp_size", "elastic_ep_backend", "disaggregation_transfer_backend")
 _VENV_REMEDY = {
     "venv_absent": "make it, or set sglang_venv to the virtualenv that has SGLang (or sglang_environment)",
@@ -284,24 +286,29 @@ def _check_model_path(draft: Draft) -> None:
         )
         return
     state = draft.model.get("state")
-    if state in ("absent", "unreadable", "invalid"):
-        code = {"absent": "model_path_absent", "unreadable": "model_path_unreadable"}.get(state, "model_path_invalid")
-        what = {"absent": "is not there", "unreadable": f"cannot be read by {draft.intent.get('user')}"}.get(
-            state, "is no model"
-        )
+    if state in ("absent", "unreadable"):
+        code = draft.model.get("code") or {"absent": "model_path_absent", "unreadable": "model_unreadable"}[state]
+        what = "is not there" if state == "absent" else f"cannot be read by {draft.intent.get('user')}"
+        told = draft.model.get("message")
+        suggestions = {
+            "model_path_absent": "put the model there, or set sglang_model_path to where it is",
+            "model_config_absent": "finish the copy of the model: its config.json is missing",
+            "model_config_invalid": "copy the model anew: its config.json cannot be read",
+            "model_path_relative": "an absolute path, or owner/name of a hub model",
+            "model_unreadable": f"let {draft.intent.get('user') or 'the service user'} read it and its folders",
+        }
         draft.reject(
-            code,
-            f"sglang_model_path {path} {draft.model.get('message') or what}",
+            str(code),
+            f"sglang_model_path {path}: {told}" if told else f"sglang_model_path {path} {what}",
             variable="sglang_model_path",
             value=path,
-            suggestion="put the model there, or set sglang_model_path to where it is"
-            if state == "absent"
-            else "let the service's user read it",
+            suggestion=suggestions.get(str(code), "set sglang_model_path to a model that can be read"),
         )
-    elif draft.model.get("weights") in ("missing", "none") and str(draft.flag("load_format") or "") != "dummy":
+    elif draft.config.get("weights") in ("missing", "none") and draft.flag("load_format") in _READS_FILES:
         draft.reject(
             "model_weights_missing",
-            f"sglang_model_path {path} has a configuration but no complete weights",
+            f"sglang_model_path {path} has no complete weights"
+            + (f": {draft.model['message']}" if draft.model.get("message") else ""),
             variable="sglang_model_path",
             value=path,
             suggestion="finish the copy of the model, or load_format: dummy for a trial",
@@ -493,7 +500,7 @@ def _command(
     if sizes.nnodes > 1:
         own.update(_rendezvous(draft, sizes))
     if catalogue.has("moe_a2a_backend") is not False and (
-        a2a != "none" or draft.model.get("experts") or _names_a2a(draft) or draft.flag("moe_a2a_backend")
+        a2a != "none" or draft.config.get("experts") or _names_a2a(draft) or draft.flag("moe_a2a_backend")
     ):
         own["moe_a2a_backend"] = a2a
     if role:

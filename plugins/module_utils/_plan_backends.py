@@ -162,7 +162,7 @@ def judge_a2a(draft: Draft, name: str, sizes: Sizes, keeps_ep: bool) -> Verdict:
 def _a2a_arguments(draft: Draft, row: _rules.A2A, sizes: Sizes, keeps_ep: bool) -> list[Reason]:
     reasons = []
     name = row.name
-    if "experts" in draft.model and not draft.model.get("experts"):
+    if "experts" in draft.config and not draft.config.get("experts"):
         reasons.append(Reason("model_has_no_experts", "the model has no experts", "a mixture-of-experts model", True))
     if draft.on_cpu:
         reasons.append(Reason("device_is_cpu", f"{name} needs GPUs, and the device is cpu", "GPUs", True))
@@ -253,7 +253,7 @@ def _a2a_hardware(draft: Draft, row: _rules.A2A, sizes: Sizes) -> list[Reason]:
                 )
             )
     toolkits = draft.probe.get("toolkits")
-    method = (draft.model.get("quantization") or {}).get("method")
+    method = (draft.config.get("quantization") or {}).get("method")
     if row.library == "deep_ep" and method == "fp8" and toolkits is not None and archs:
         working = [kit for kit in toolkits.get("toolkits") or [] if kit.get("nvcc_works")]
         if not working:
@@ -348,8 +348,8 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
     for name in _rules.A2A_AUTO:
         verdict = judge_a2a(draft, name, sizes, keeps_ep=True)
         reasons = list(verdict.reasons)
-        method = (draft.model.get("quantization") or {}).get("method")
-        if "experts" in draft.model and method not in _rules.A2A_AUTO_METHODS:
+        method = (draft.config.get("quantization") or {}).get("method")
+        if "experts" in draft.config and method not in _rules.A2A_AUTO_METHODS:
             reasons.append(
                 Reason(
                     "experts_format_unverified",
@@ -362,7 +362,7 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
             reasons.append(
                 Reason("arch_unknown", "the GPUs' architecture is not known", f"ask for {name} by name", True)
             )
-        if "experts" not in draft.model:
+        if "experts" not in draft.config:
             reasons.append(
                 Reason("model_unknown", "the model's experts are not known", f"ask for {name} by name", True)
             )
@@ -631,9 +631,9 @@ def _mode(draft: Draft, a2a: str, flags: dict[str, Any]) -> str:
         return "low_latency"
     if a2a != "deepep":
         return asked or "auto"
-    quantization = draft.model.get("quantization")
+    quantization = draft.config.get("quantization")
     by_flag = draft.flag("quantization")
-    unquantised = "quantization" in draft.model and not (quantization or {}).get("method") and not by_flag
+    unquantised = "quantization" in draft.config and not (quantization or {}).get("method") and not by_flag
     if unquantised:
         needs = _rules.holds(_rules.UNQUANTIZED_DEEPEP_NEEDS_LOW_LATENCY, draft.sglang_version)
         if needs and asked in ("auto", "normal"):

@@ -38,6 +38,8 @@ class Draft:
         self._fabric: Optional[dict[str, Any]] = None
         own = (probe.get("instances") or {}).get(intent.get("instance")) or {}
         self.model: Mapping[str, Any] = own.get("model") or probe.get("model") or {}
+        # A model that could not be read has every size, all of them None: that is not "no experts".
+        self.config: Mapping[str, Any] = self.model if self.model.get("state") in (None, "ok") else {}
         sglang = probe.get("sglang") or {}
         self.sglang_version: Optional[str] = sglang.get("version")
         self.catalogue = _flags.Catalogue(probe.get("server_args"), self.sglang_version)

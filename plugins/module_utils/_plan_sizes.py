@@ -111,7 +111,7 @@ def choose_sizes(draft: Draft, wants_experts_spread: bool) -> Sizes:
         tp = sizes.get("ep_size", 1)
     if "ep_size" in sizes:
         ep = sizes["ep_size"]
-    elif placeholders.get("ep_size") or (wants_experts_spread and draft.model.get("experts") and not given):
+    elif placeholders.get("ep_size") or (wants_experts_spread and draft.config.get("experts") and not given):
         ep = tp
     else:
         ep = 1
@@ -165,7 +165,7 @@ def _largest_divisor(number: int, limit: int) -> int:
 
 def _auto_tp(draft: Draft, most: int, attn_dp: int) -> int:
     for size in range(most, 0, -1):
-        if size % attn_dp == 0 and not _tp_faults(draft.model, size, attn_dp):
+        if size % attn_dp == 0 and not _tp_faults(draft.config, size, attn_dp):
             return size
     return most
 
@@ -194,7 +194,7 @@ def _explain(draft: Draft, sizes: Sizes, local: int) -> None:
     elif named == "auto" and not sizes.given:
         because = f"auto: all {local} GPUs" + (f" of each of {sizes.nnodes} hosts" if sizes.nnodes > 1 else "")
         if sizes.tp * sizes.pp * sizes.dp < local * sizes.nnodes:
-            faults = "; ".join(_tp_faults(draft.model, local * sizes.nnodes, sizes.attn_dp))
+            faults = "; ".join(_tp_faults(draft.config, local * sizes.nnodes, sizes.attn_dp))
             because = f"auto: {local * sizes.nnodes} GPUs do not divide the model ({faults}), {sizes.tp} do"
             draft.warn("gpus_unused", because, variable="sglang_parallelism", value=sizes.tp)
     else:
@@ -307,7 +307,7 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
 
 
 def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
-    model, tp, pp = draft.model, sizes.tp, sizes.pp
+    model, tp, pp = draft.config, sizes.tp, sizes.pp
     attn_tp = max(1, tp // sizes.attn_dp)
     heads, kv, layers = model.get("heads"), model.get("kv_heads"), model.get("layers")
     if heads and heads % attn_tp:
@@ -370,7 +370,7 @@ def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
 
 
 def _check_block(draft: Draft, key: str, size: int, ranks: int, sizes: Sizes) -> None:
-    quantization = draft.model.get("quantization") or {}
+    quantization = draft.config.get("quantization") or {}
     block = [int(part) for part in quantization.get("block") or [] if part]
     if ranks == 1 or not block:
         return
@@ -392,12 +392,12 @@ def _check_block(draft: Draft, key: str, size: int, ranks: int, sizes: Sizes) ->
 
 
 def _check_experts(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
-    experts, redundant = draft.model.get("experts"), redundant_experts(draft)
+    experts, redundant = draft.config.get("experts"), redundant_experts(draft)
     eplb = eplb_wanted(draft)
-    if ep > 1 and "experts" in draft.model and not experts:
+    if ep > 1 and "experts" in draft.config and not experts:
         draft.reject(
             "model_has_no_experts",
-            f"ep {ep} needs a mixture-of-experts model, and {draft.model.get('architecture') or 'this model'} has none",
+            f"ep {ep} needs experts, and {draft.config.get('architecture') or 'this model'} has none",
             flag="--ep-size",
             variable="sglang_parallelism",
             value=ep,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plan_support import codes
@@ -193,6 +193,7 @@ _hosts = st.lists(
 _waves = st.lists(st.integers(1, 4) | st.sampled_from(["10%", "34%", "100%"]), min_size=1, max_size=3)
 
 
+@settings(deadline=None)
 @given(_hosts, _waves)
 def test_waves_hold_their_promises(shape: list[tuple[str, str, int]], waves: list[Any]) -> None:
     names = [f"h{number}" for number in range(len(shape))]

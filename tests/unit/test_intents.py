@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.filter import intents as intents_filter
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 PARSE = intents_filter._parse
@@ -271,6 +271,7 @@ _anything = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.sampled_from([variable.name for variable in _intents.VARIABLES]), _anything)
 def test_nothing_that_a_user_writes_raises(name: str, value: Any) -> None:
     result = _intents.intents({**LEAST, name: value}, PARSE)

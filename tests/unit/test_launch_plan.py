@@ -96,14 +96,14 @@ def test_contradictions_have_numbers_and_a_suggestion(variables: dict[str, Any],
 
 def test_everything_wrong_is_told_at_once() -> None:
     plan = make(
-        probe(PCIE, model={"state": "absent", "experts": 384, "heads": 64}),
+        probe(PCIE, model={"weights": "missing"}),
         parallelism={"tp_size": 3, "ep_size": 2},
         port=70000,
         prot=1,
         flags={"nonsense": 1, "attention_backend": "trtllm_mla", "stream_interval": "often", "load_format": "dumy"},
     )
     assert set(codes(plan["rejections"])) >= {
-        "model_path_absent",
+        "model_weights_missing",
         "port_out_of_range",
         "unknown_variable",
         "unknown_flag",
@@ -540,7 +540,8 @@ def test_ranks_of_an_instance_over_hosts() -> None:
         ({"venv": {"state": "not_a_venv"}}, "not_a_venv", "sglang_venv"),
         ({"sglang": {"version": None}, "server_args": {"state": "absent"}}, "sglang_absent", "sglang_venv"),
         ({"model": {"state": "absent"}}, "model_path_absent", "sglang_model_path"),
-        ({"model": {"state": "unreadable"}}, "model_path_unreadable", "sglang_model_path"),
+        ({"model": {"state": "unreadable"}}, "model_unreadable", "sglang_model_path"),
+        ({"model": {"state": "absent", "code": "model_config_absent"}}, "model_config_absent", "sglang_model_path"),
         ({"model": {"weights": "missing"}}, "model_weights_missing", "sglang_model_path"),
         ({"gpus": {"state": "absent", "devices": []}}, "gpu_absent", "sglang_gpus"),
         ({"gpus": {"state": "timeout", "devices": []}}, "gpu_timeout", "sglang_gpus"),
@@ -718,3 +719,14 @@ def test_gpus_of_unknown_architecture_are_not_guessed_about() -> None:
         gpu.update(compute_capability=None, sm=None)
     assert make(host)["effective"]["moe_a2a_backend"] == "none"
     assert make(host, moe_a2a_backend="deepep")["effective"]["moe_a2a_backend"] == "deepep"
+
+
+def test_a_hub_model_that_is_not_there_yet_is_unknown_and_not_dense() -> None:
+    sizes = dict.fromkeys(("experts", "heads", "kv_heads", "layers", "intermediate_size", "moe_intermediate_size"))
+    host = probe(H200, model={"state": "hub", "code": "model_not_cached", "quantization": None, **sizes})
+    plan = make(host, moe_a2a_backend="deepep", parallelism="ep8")
+    assert plan["rejections"] == []
+    assert plan["effective"]["moe_a2a_backend"] == "deepep"
+    assert "deepep_mode" not in [row["question"] for row in plan["decisions"]]
+    assert "model_from_hub" in codes(plan["warnings"])
+    assert make(host)["effective"]["moe_a2a_backend"] == "none"
