@@ -21,6 +21,7 @@ class FilterModule:
                 "applied_journals",
                 "collect_probes",
                 "failure",
+                "further_remedies",
                 "host_work",
                 "instance_probe",
                 "plan_names",

@@ -100,13 +100,7 @@ def host_work(plans: Mapping[str, Any], previews: Iterable[Mapping[str, Any]], p
     Returns ``{needed, remedies: {venv: [remedy]}, stop: [instance], start: [instance], changes: {instance: [difference]}}``.
     An instance is stopped only when packages of its venv change; a changed unit is swapped and restarted in one step.
     """
-    remedies: dict[str, list[dict[str, Any]]] = {}
-    for plan in plans.values():
-        venv = plan.get("unit", {}).get("venv") or ""
-        for remedy in plan.get("remedies", []):
-            if remedy.get("required") and remedy not in remedies.setdefault(venv, []):
-                remedies[venv].append(remedy)
-    remedies = {venv: found for venv, found in remedies.items() if found}
+    remedies = required_remedies(plans)
     needs = {item["instance"]: item.get("needs") or {} for item in previews if item.get("instance")}
     changes = {item["instance"]: item.get("differences") or [] for item in previews if item.get("instance")}
     services = [name for name, plan in plans.items() if plan.get("service")]
@@ -123,6 +117,27 @@ def host_work(plans: Mapping[str, Any], previews: Iterable[Mapping[str, Any]], p
         "start": start,
         "changes": {name: found for name, found in changes.items() if found},
     }
+
+
+def required_remedies(plans: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return ``{venv: [remedy]}`` of what the plans cannot do without, each remedy once."""
+    remedies: dict[str, list[dict[str, Any]]] = {}
+    for plan in plans.values():
+        found = remedies.setdefault(plan.get("unit", {}).get("venv") or "", [])
+        for remedy in plan.get("remedies", []):
+            if remedy.get("required") and remedy not in found:
+                found.append(remedy)
+    return {venv: found for venv, found in remedies.items() if found}
+
+
+def further_remedies(plans: Mapping[str, Any], tried: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Return the remedies that are required now and were not tried yet; the same steps again would not help."""
+    done = [remedy.get("steps") for found in tried.values() for remedy in found]
+    left = {
+        venv: [remedy for remedy in found if remedy.get("steps") not in done]
+        for venv, found in required_remedies(plans).items()
+    }
+    return {venv: found for venv, found in left.items() if found}
 
 
 def _is_running(probes: Mapping[str, Any], venv: str, instance: str) -> bool:

@@ -148,3 +148,10 @@ def test_secrets_of_an_instance_win_over_the_shared_ones():
         "a": {"api_key": "own", "hf_token": "t"},
         "b": {"api_key": "shared", "hf_token": "t"},
     }
+
+
+def test_what_shows_only_after_a_remedy_is_mended_too_and_nothing_twice():
+    first = {**REMEDY, "steps": [{"action": "pip_install", "packages": ["m==1"]}]}
+    second = {**REMEDY, "steps": [{"action": "os_install", "packages": ["libibverbs1"]}]}
+    assert _journey.further_remedies({"a": plan(remedies=[second])}, {"/v": [first]}) == {"/v": [second]}
+    assert _journey.further_remedies({"a": plan(remedies=[first])}, {"/v": [first]}) == {}
