@@ -30,6 +30,9 @@ KEY = "tEst-k%s$1-key"
 
 pytestmark = pytest.mark.hosts
 
+REAL = ("--device", "cpu", "--load-format", "dummy", "--attention-backend", "torch_native")
+REAL += ("--max-total-tokens", "4096", "--max-running-requests", "8", "--model-path", "/models/tiny-llama")
+
 LAUNCHER = """
 import os, signal, socket, sys, time
 argv = sys.argv
@@ -367,3 +370,80 @@ def test_damaged_store_is_told_and_mended(s1: Fleet) -> None:
 def test_exposure(s1: Fleet) -> None:
     s1("s1", plan=make_plan())
     shell("s1", "systemd-analyze security --no-pager --threshold=40 sglang-default.service >/dev/null")
+
+
+def real_plan() -> dict[str, Any]:
+    plan = make_plan()
+    plan["argv"] = ["/opt/sglang/venv/bin/python", "-m", "sglang.launch_server", "--port", "30000", *REAL]
+    plan["env"] = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    plan["unit"].update(venv="/opt/sglang/venv", model_path="/models/tiny-llama")
+    return {**plan, "secret_flags": ["api_key"]}
+
+
+def answers(host: str, key: str | None = None) -> str:
+    url = "http://127.0.0.1:30000/v1/models"
+    header = "" if key is None else "-H @-"
+    stdin = None if key is None else f"Authorization: Bearer {key}\n"
+    return shell(host, f"curl -s -o /dev/null -w '%{{http_code}}' {header} {url}; true", stdin=stdin)
+
+
+def serves_with_the_key_only(fleet: Fleet, host: str, by_credential: bool) -> None:
+    secrets = {"api_key": KEY, "hf_token": "hf_tEsTtOkEn"}
+    passed = json.dumps({"plan": real_plan(), "secrets": secrets})
+    text = fleet.raw(host, {"plan": real_plan(), "secrets": secrets}, "--diff", "-vvv")
+    assert '"active_state": "active"' in text, text.replace(passed, "")
+    result = fleet(host, state="info")
+    told = {item["code"] for item in fleet(host, "--check", plan=real_plan(), secrets=secrets)["problems"]}
+    assert ("credentials_not_passed" in told) is not by_credential
+    deadline = time.monotonic() + 200
+    while answers(host) != "401":
+        assert time.monotonic() < deadline, shell(host, "journalctl --namespace='*' -n 40 --no-pager")
+        time.sleep(1)
+    assert answers(host, KEY) == "200"
+    environment = decode(shell(host, f"base64 -w0 /proc/{result['pid']}/environ"))
+    path = next(item for item in environment if item.startswith("HF_TOKEN_PATH=")).partition("=")[2]
+    assert shell(host, f"cat {path}").strip() == secrets["hf_token"]
+    for secret in secrets.values():
+        assert not [said for said in fleet.said if secret in said]
+        found = shell(
+            host,
+            "cat > /root/needle; grep -rlFf /root/needle /etc /var/lib /var/log /run /tmp /home 2>/dev/null; "
+            "for p in /proc/[0-9]*/cmdline /proc/[0-9]*/environ; do grep -qFf /root/needle $p 2>/dev/null && echo $p; "
+            "done; journalctl --no-pager | grep -Ff /root/needle; rm /root/needle",
+            stdin=secret,
+        ).splitlines()
+        folders = (
+            "/etc/gpufleet-sglang/default/secrets/",
+            "/etc/gpufleet-sglang/default/service/",
+            "/run/credentials/",
+        )
+        own_log = [line for line in found if line.startswith("/var/log/journal/") and ".sglang-default/" in line]
+        assert not [line for line in found if not line.startswith(folders) and line not in own_log], found
+        for line in found:
+            closed = shell(host, f"runuser -u nobody -- cat '{line}' 2>&1; true")
+            assert "Permission denied" in closed, line
+
+
+def test_secrets_with_the_real_sglang_where_credentials_do_not_work(fleet: Fleet) -> None:
+    serves_with_the_key_only(fleet, "s2", by_credential=False)
+    level = shell("s2", "systemd-analyze security --no-pager sglang-default.service | tail -1")
+    assert float(level.split(":")[1].split()[0]) <= 4.0
+    assert fleet("s2", state="stopped")["active_state"] == "inactive"
+    assert shell("s2", "systemctl show -P Result sglang-default").strip() == "success"
+
+
+def test_secrets_with_an_old_sglang_by_credential(tmp_path: Path) -> None:
+    prefix = f"{PREFIX}n"
+    up = [sys.executable, str(HOSTS), "up", "--prefix", prefix, "--backend", "nspawn", "n1:ops:env=sglang-0.5.9:models"]
+    subprocess.run(up, check=True)
+    try:
+        inventory = tmp_path / "hosts.yml"
+        command = [sys.executable, str(HOSTS), "inventory", "--prefix", prefix]
+        inventory.write_text(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        old = Fleet(inventory)
+        serves_with_the_key_only(old, "n1", by_credential=True)
+        assert old("n1", state="stopped")["active_state"] == "inactive"
+        # SGLang of that age ends itself with SIGKILL when it is asked to stop.
+        assert shell("n1", "systemctl show -P Result sglang-default").strip() == "success"
+    finally:
+        subprocess.run([sys.executable, str(HOSTS), "down", "--prefix", prefix], check=True)

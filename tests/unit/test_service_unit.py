@@ -494,7 +494,7 @@ def test_power_cut_at_any_step(tmp_path: Path, deployed: bool) -> None:
         machine(plan=plan(), secrets={"api_key": "one"})
         machine("accepted")
         machine.reboot()
-    new = {"plan": plan("--new", env={"A": "2"}), "secrets": {"api_key": "two"}}
+    new: dict[str, Any] = {"plan": plan("--new", env={"A": "2"}), "secrets": {"api_key": "two"}}
     old_argv = [plan()["argv"] + ["--config", f"/run/credentials/{UNIT}/config.yaml"]] if deployed else [[]]
     new_argv = plan("--new")["argv"] + ["--config", f"/run/credentials/{UNIT}/config.yaml"]
     step, through = 0, False
