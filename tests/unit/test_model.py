@@ -83,7 +83,8 @@ LLAMA = {
             DEEPSEEK,
             {"architecture": "DeepseekV3ForCausalLM", "experts": 256, "shared_experts": 1, "experts_per_token": 8,
              "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048, "heads": 128,
-             "kv_heads": 128, "layers": 61, "dense_layers": 3, "nextn_layers": 1, "kv_lora_rank": 512, "dtype": "bfloat16"},
+             "kv_heads": 128, "layers": 61, "dense_layers": 3, "nextn_layers": 1, "kv_lora_rank": 512,
+             "dtype": "bfloat16"},
         ),
         (
             KIMI,
