@@ -460,7 +460,7 @@ def _check_eplb_without_a2a(draft: Draft, redundant: int) -> None:
             variable="sglang_eplb",
             value=redundant,
             numbers={"redundant": redundant},
-            suggestion="0 redundant experts, an all-to-all backend, or SGLang 0.5.23 or newer",
+            suggestion="0 redundant experts, an all-to-all backend, or SGLang 0.5.18 or newer",
             source=_rules.EPLB_REPLICAS_CORRUPT.source,
         )
     elif redundant > 0 and corrupts is None:
@@ -475,7 +475,7 @@ def _check_eplb_without_a2a(draft: Draft, redundant: int) -> None:
     eplb = draft.intent.get("eplb")
     named = eplb.get("dispatch_algorithm") if isinstance(eplb, Mapping) else None
     dispatch = named or draft.flag("ep_dispatch_algorithm")
-    if dispatch in ("static", "lp") and _versions.within(draft.sglang_version, ">=0.5.23"):
+    if dispatch in ("static", "lp") and _versions.within(draft.sglang_version, ">=0.5.18"):
         draft.reject(
             "eplb_dispatch_needs_a2a",
             f"--ep-dispatch-algorithm {dispatch} picks another replica on each rank, which needs an all-to-all backend",

@@ -396,11 +396,15 @@ class Behaviour(NamedTuple):
 
 
 EPLB_REPLICAS_CORRUPT = Behaviour(
-    "<=0.5.15.post1", ">=0.5.23", "sglang#32962; read in the wheels of 0.5.15.post1 and 0.5.23"
+    "<=0.5.15.post1", ">=0.5.18", "sglang#32962; read in the wheels of 0.5.9, 0.5.12, 0.5.15.post1, 0.5.18 and 0.5.23"
 )
-DENSE_TP_MAY_BE_TP = Behaviour(">=0.5.15.post1", "<0.5.9", "read in the wheels of 0.5.15.post1 and 0.5.23")
+DENSE_TP_MAY_BE_TP = Behaviour(
+    ">=0.5.15.post1", "<=0.5.12", "read in the wheels of 0.5.9, 0.5.12, 0.5.15.post1, 0.5.18 and 0.5.23"
+)
 UNQUANTIZED_DEEPEP_NEEDS_LOW_LATENCY = Behaviour(
-    "<=0.5.15.post1", ">99", "run on two H200: 'Unquantized DeepEP MoE currently supports low_latency mode only'"
+    ">=0.5.12,<=0.5.23",
+    ">99",
+    "run on two H200 with 0.5.15.post1; its message is in the wheels of 0.5.12, 0.5.18 and 0.5.23",
 )
 
 

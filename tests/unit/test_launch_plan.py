@@ -196,7 +196,8 @@ def test_c04_eplb_reads_the_default_ep_size() -> None:
     [
         ("0.5.12", 48, "none", True, False),
         ("0.5.15.post1", 48, "none", True, False),
-        ("0.5.18", 48, "none", False, True),
+        ("0.5.16", 48, "none", False, True),
+        ("0.5.18", 48, "none", False, False),
         ("0.5.23", 48, "none", False, False),
         ("0.5.12", 0, "none", False, False),
         ("0.5.12", 48, "deepep", False, False),
@@ -212,7 +213,9 @@ def test_c05_redundant_experts_without_a2a_corrupt_output(
         "ep_num_redundant_experts": redundant,
         "moe_a2a_backend": a2a,
     }
-    plan = make(probe(H200, version), flags=flags)
+    host = probe(H200, version if version != "0.5.16" else "0.5.18")
+    host["sglang"]["version"] = version
+    plan = make(host, flags=flags)
     assert ("eplb_redundant_without_a2a_corrupts_output" in codes(plan["rejections"])) is rejected
     assert ("eplb_redundant_without_a2a_unknown" in codes(plan["warnings"])) is warned
     assert len(plan["rejections"]) == rejected
