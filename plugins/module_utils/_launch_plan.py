@@ -14,6 +14,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _plan_backends,
     _plan_sizes,
     _rules,
+    _versions,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
@@ -418,13 +419,23 @@ def _check_arch_flags(draft: Draft) -> None:
     archs = draft.archs()
     for rule in _rules.ARCH_RULES:
         wrong = [arch for arch in archs if arch not in rule.archs]
-        if not wrong or _rules._versions.within(draft.sglang_version, rule.sglang) is False:
+        applies = _versions.within(draft.sglang_version, rule.sglang)
+        if not wrong or applies is False:
             continue
         for key in rule.flags:
             value = draft.flag(key)
             if value not in rule.values:
                 continue
             flag = draft.catalogue.flag(key)
+            if applies is None:
+                draft.warn(
+                    "flag_on_arch_unknown",
+                    f"whether this SGLang takes {flag}={value} on {', '.join(wrong)} is not known",
+                    flag=flag,
+                    value=value,
+                    source=rule.source,
+                )
+                continue
             draft.reject(
                 "flag_not_supported_on_arch",
                 f"{flag}={value} has kernels for {', '.join(rule.archs)}, and the GPUs are {', '.join(wrong)}",

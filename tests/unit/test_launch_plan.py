@@ -521,7 +521,7 @@ def test_elastic_ep_falls_back_or_is_there() -> None:
 
 
 def test_ranks_of_an_instance_over_hosts() -> None:
-    variables = {"hosts": ["gpu-01", "gpu-02"], "rendezvous": {"address": "10.0.0.1", "port": 20000}}
+    variables: dict[str, Any] = {"hosts": ["gpu-01", "gpu-02"], "rendezvous": {"address": "10.0.0.1", "port": 20000}}
     for rank, host in enumerate(("gpu-01", "gpu-02")):
         plan = make(probe(B300), host=host, **variables)
         assert plan["rejections"] == []
@@ -733,3 +733,16 @@ def test_a_hub_model_that_is_not_there_yet_is_unknown_and_not_dense() -> None:
     assert "deepep_mode" not in [row["question"] for row in plan["decisions"]]
     assert "model_from_hub" in codes(plan["warnings"])
     assert make(host)["effective"]["moe_a2a_backend"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("version", "rejected", "warned"), [("0.5.12", True, False), ("0.5.23", False, False), ("main-1", False, True)]
+)
+def test_a_rule_about_a_range_says_unknown_outside_of_what_it_can_read(
+    version: str, rejected: bool, warned: bool
+) -> None:
+    host = probe(PCIE, "0.5.12" if version == "0.5.12" else "0.5.23")
+    host["sglang"]["version"] = version
+    plan = make(host, flags={"attention_backend": "trtllm_mha"})
+    assert ("flag_not_supported_on_arch" in codes(plan["rejections"])) is rejected
+    assert ("flag_on_arch_unknown" in codes(plan["warnings"])) is warned

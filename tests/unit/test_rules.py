@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _rules, _versions
 
@@ -56,11 +58,12 @@ def test_a_range_that_is_none_is_an_error_of_ours() -> None:
 
 
 def test_every_row_has_a_source_and_a_range() -> None:
-    rows = [*_rules.ARCH_RULES, *_rules.RENAMES, *_rules.MATCHES, *_rules.A2A_BACKENDS.values(), *_rules.ENV_RENAMES]
-    for row in rows:
+    ranged: list[Any] = [*_rules.ARCH_RULES, *_rules.RENAMES, *_rules.MATCHES]
+    others: list[Any] = [*_rules.A2A_BACKENDS.values(), *_rules.ENV_RENAMES]
+    for row in ranged + others:
         assert row.source
-    for ranged in [*_rules.ARCH_RULES, *_rules.RENAMES, *_rules.MATCHES]:
-        assert _versions.within("0.5.23", ranged.sglang) is not None
+    for row in ranged:
+        assert _versions.within("0.5.23", row.sglang) is not None
     for match in _rules.MATCHES:
         assert _versions.within("1.0", match.backend) is not None
     behaviours = [value for value in vars(_rules).values() if isinstance(value, _rules.Behaviour)]
