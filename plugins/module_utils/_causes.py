@@ -163,7 +163,7 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "torch_abi_mismatch",
-        r"(?P<file>\S+\.so\S*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
+        r"(?P<file>/?[^\s:]{1,200}\.so[\w.]*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
         "{file} was built for another torch (undefined symbol {symbol})",
         "install the build that goes with this torch, or rebuild it",
     ),
@@ -608,7 +608,17 @@ def _traceback_block(lines: Sequence[str], first: int) -> Block:
     return Block(first, last, text, True, bool(_FATAL_HEAD.search(text)))
 
 
+def _bounded(text: str) -> str:
+    """What is searched of a block: no line and no block may cost more than real ones do (some patterns span lines)."""
+    lines = [line[:1000] for line in text.split("\n")]
+    if len(lines) > 240:
+        lines = lines[:80] + lines[-160:]
+    text = "\n".join(lines)
+    return text if len(text) <= 24_000 else text[:8_000] + "\n" + text[-16_000:]
+
+
 def _match(text: str) -> Optional[tuple[Row, dict[str, str]]]:
+    text = _bounded(text)
     for row, pattern in _COMPILED:
         match = pattern.search(text)
         if match:

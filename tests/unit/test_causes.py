@@ -8,7 +8,13 @@ import random
 import re
 
 import pytest
-from ansible_collections.gpufleet.sglang.plugins.module_utils._causes import CAUSES, MAX_SHOWN, find_cause
+from ansible_collections.gpufleet.sglang.plugins.module_utils._causes import (
+    CAUSES,
+    MAX_SHOWN,
+    _bounded,
+    blocks,
+    find_cause,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -403,6 +409,14 @@ def test_a_shuffled_log_never_raises(seed):
     lines = [line for name, code, told in RECORDED for line in log(name)]
     random.Random(seed).shuffle(lines)
     assert find_cause(lines)["code"]
+
+
+def test_a_monstrous_traceback_is_searched_in_part_only():
+    middle = ['  File "x' + "server_args.py " * 200] * 500
+    lines = ["Traceback (most recent call last):", *middle, "torch.OutOfMemoryError: CUDA out of memory."]
+    block = blocks(lines)[0]
+    assert len(block.text) > 1_000_000 and len(_bounded(block.text)) <= 24_001
+    assert find_cause(lines)["code"] == "gpu_out_of_memory"
 
 
 def test_long_lines_cost_little():
