@@ -11,8 +11,17 @@ from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents
 
-# Settings of /server_info that hold for the process and not for its configuration.
-_ALIASES = {"tensor_parallel_size": "tp_size", "data_parallel_size": "dp_size", "expert_parallel_size": "ep_size"}
+# Other names under which SGLang has taken these settings in all versions: a unit of others is full of them.
+_ALIASES = {
+    "model": "model_path",
+    "tp": "tp_size",
+    "tensor_parallel_size": "tp_size",
+    "dp": "dp_size",
+    "data_parallel_size": "dp_size",
+    "ep": "ep_size",
+    "expert_parallel_size": "ep_size",
+    "pipeline_parallel_size": "pp_size",
+}
 
 
 def plan_text(plan: Mapping[str, Any], host: Optional[str] = None) -> str:
@@ -78,13 +87,14 @@ def _command_lines(argv: Sequence[str], env: Mapping[str, str]) -> list[str]:
 
 
 def read_argv(argv: Sequence[str]) -> dict[str, Any]:
-    """``{key: value}`` of a command line: True for a bare flag, a list for several values."""
+    """``{key: value}`` of a command line, under canonical names: True for a bare flag, a list for several values."""
     found: dict[str, Any] = {}
     key = None
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             key = name.replace("-", "_")
+            key = _ALIASES.get(key, key)
             found[key] = value if equals else True
             if equals:
                 key = None

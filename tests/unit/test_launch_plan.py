@@ -746,3 +746,9 @@ def test_a_rule_about_a_range_says_unknown_outside_of_what_it_can_read(
     plan = make(host, flags={"attention_backend": "trtllm_mha"})
     assert ("flag_not_supported_on_arch" in codes(plan["rejections"])) is rejected
     assert ("flag_on_arch_unknown" in codes(plan["warnings"])) is warned
+
+
+def test_other_names_of_a_setting_are_no_drift() -> None:
+    plan = make(probe(H200))
+    renamed = {"--tp-size": "--tensor-parallel-size", "--ep-size": "--ep", "--model-path": "--model"}
+    assert _plan_text.plan_drift(plan, [renamed.get(word, word) for word in plan["argv"]]) == []
