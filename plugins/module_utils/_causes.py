@@ -222,8 +222,8 @@ CAUSES: tuple[Row, ...] = (
     # GPU memory before the general CUDA rows
     Row(
         "kv_cache_too_small",
-        r"(?P<text>[^\n]*(?:[Ii]ncrease|[Rr]aise) --mem-fraction-static[^\n]*)",
-        "the weights leave no room for the KV cache: {text}",
+        r"(?P<text>(?:[Ii]ncrease|[Rr]aise) --mem-fraction-static[^\n]*)",
+        "the weights leave no room for the KV cache (SGLang: {text})",
         "spread over more GPUs, raise --mem-fraction-static, or lower --context-length or --max-running-requests",
     ),
     Row(
