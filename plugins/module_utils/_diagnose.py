@@ -173,7 +173,7 @@ _SELF_EVIDENT = frozenset(
     [
         "duplicate_nccl_runtime", "invalid_nccl_version", "nccl_root_not_discoverable", "deleted_mapping",
         "cuda_home_not_found", "import_crashed", "import_timeout", "import_exited", "assertion_at_import",
-        "permission_denied", "torch_broken",
+        "permission_denied",
     ]
 )  # fmt: skip
 
