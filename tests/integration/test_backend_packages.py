@@ -132,6 +132,6 @@ def test_nixl_meta_package_is_added_to_a_bare_variant(target, tmp_path):
 def test_a_failure_is_one_message(target, tmp_path):
     (tmp_path / "house").mkdir()
     failed = call(tmp_path, target, install("nixl==9.9"), wheelhouse=str(tmp_path / "house"))
-    assert failed["failed"] and failed["code"] == "pip_failed"
+    assert failed["code"] == "pip_failed"
     assert "nixl==9.9" in failed["msg"] and "wheelhouse" in failed["msg"] and len(failed["msg"]) < 600
     assert "Traceback" not in json.dumps(failed)
