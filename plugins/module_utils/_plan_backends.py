@@ -599,6 +599,10 @@ def dispatch_settings(draft: Draft, a2a: str, sizes: Sizes) -> dict[str, Any]:
         _capacity(draft, row, mode, sizes, flags)
     if row.library == "deep_ep":
         _nvshmem(draft, sizes)
+    alone = sizes.nnodes == 1 and draft.rdma_devices() == []
+    if a2a == "deepep_v2" and alone and "EP_DISABLE_GIN" not in draft.user_env:
+        draft.env["EP_DISABLE_GIN"] = "1"
+        draft.decide("EP_DISABLE_GIN", "1", "one node without an active RDMA device: NCCL's GIN has nothing to use")
     if mode == "normal" and a2a == "deepep":
         draft.warn(
             "cuda_graph_off",

@@ -752,3 +752,19 @@ def test_other_names_of_a_setting_are_no_drift() -> None:
     plan = make(probe(H200))
     renamed = {"--tp-size": "--tensor-parallel-size", "--ep-size": "--ep", "--model-path": "--model"}
     assert _plan_text.plan_drift(plan, [renamed.get(word, word) for word in plan["argv"]]) == []
+
+
+def test_deepep_v2_gets_the_capacity_that_its_defaults_lack() -> None:
+    plan = make(probe(H200), moe_a2a_backend="deepep_v2")
+    assert plan["rejections"] == []
+    capacity = int(plan["env"]["SGLANG_DEEPEP_V2_NUM_MAX_DISPATCH_TOKENS_PER_RANK"])
+    assert capacity >= int(plan["argv"][plan["argv"].index("--chunked-prefill-size") + 1])
+    assert plan["env"]["EP_DISABLE_GIN"] == "1"
+    assert "EP_DISABLE_GIN" not in make(probe(B300), moe_a2a_backend="deepep_v2")["env"]
+
+
+@pytest.mark.parametrize(("attn_dp", "answer"), [(1, "none"), (2, "pplx")])
+def test_pplx_needs_attention_groups(attn_dp: int, answer: str) -> None:
+    plan = make(probe(H200), moe_a2a_backend="pplx", flags={"attn_dp_size": attn_dp})
+    assert plan["effective"]["moe_a2a_backend"] == answer
+    assert plan["rejections"] == []
