@@ -26,6 +26,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._log_events import
 CONTEXT_BEFORE = 3
 MAX_SHOWN = 24
 MAX_LINES = 6000
+MAX_SINGLE = 400
 
 Cause = dict[str, Any]
 
@@ -163,7 +164,7 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "torch_abi_mismatch",
-        r"(?P<file>/?[^\s:]{1,200}\.so[\w.]*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
+        r"(?<![^\s:])(?P<file>[^\s:]{1,300}\.so[\w.]*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
         "{file} was built for another torch (undefined symbol {symbol})",
         "install the build that goes with this torch, or rebuild it",
     ),
@@ -531,7 +532,7 @@ class Block(NamedTuple):
 def blocks(lines: Sequence[str]) -> list[Block]:
     """Cut clean lines into error blocks: whole chains of tracebacks, and single lines that look like an error."""
     found: list[Block] = []
-    index = 0
+    index = singles = 0
     total = len(lines)
     while index < total:
         text = body(lines[index])[1]
@@ -549,8 +550,9 @@ def blocks(lines: Sequence[str]) -> list[Block]:
             index = last + 1
             continue
         if text.strip() and not _HARMLESS.search(text[:300]) and _LOOKS_BAD.search(text[:1500]):
-            event = parse_line(lines[index])
+            event = parse_line(lines[index]) if singles < MAX_SINGLE else {"kind": "noise"}
             if event is None or event["kind"] in ("fatal", "core_dump_wait", "jit"):
+                singles += 1
                 found.append(Block(index, index, text, False, False))
         index += 1
     return found
