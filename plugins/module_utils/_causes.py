@@ -164,7 +164,8 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "torch_abi_mismatch",
-        r"(?<![^\s:])(?P<file>[^\s:]{1,300}\.so[\w.]*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|at[0-9A-Z]|aten)\S*)",
+        r"(?<![^\s:])(?P<file>[^\s:]{1,300}\.so[\w.]*): undefined symbol: (?P<symbol>_?_?Z?\S*(?:c10|torch|"
+        r"at[0-9A-Z]|aten)\S*)",
         "{file} was built for another torch (undefined symbol {symbol})",
         "install the build that goes with this torch, or rebuild it",
     ),
