@@ -69,11 +69,11 @@ options:
     elements: str
   wanted:
     description:
-      - What each backend is wanted for, C({mooncake: [kv_transfer]}). The worst of these is the backend's state.
+      - "What each backend is wanted for: C({mooncake: [kv_transfer]}). The worst of these is the backend's state."
     type: dict
     default: {}
   revisions:
-    description: The source revision that a self-built backend has to be of, C({deep_ep: 9af0e0d}).
+    description: "The source revision that a self-built backend has to be of: C({deep_ep: 9af0e0d})."
     type: dict
     default: {}
   model_path:
