@@ -65,7 +65,7 @@ def _host(key: str, kind: str, default: Any, description: str, **kwargs: Any) ->
 VARIABLES: tuple[Variable, ...] = (
     # What is served
     _instance("venv", "path", None, "Virtualenv that runs SGLang, or its interpreter; mended in place."),
-    _instance("environment", "dict", None, "Managed environment in place of sglang_venv: lock file, name, path."),
+    _instance("environment", "dict", None, "Managed environment that environment.yml makes: lock, base, python, owner, prove_imports; and the path it told."),
     _instance("model_path", "str", None, "Model folder on the host, or a Hugging Face repository name."),
     _instance("served_model_name", "str", None, "Name under which the API serves the model."),
     _instance(
@@ -888,9 +888,8 @@ def _complete(name: str, keys: dict[str, Any], reader: _Reader) -> dict[str, Any
         instance["group"] = instance["user"]
     environment = instance["environment"]
     if environment and not instance["venv"]:
-        instance["venv"] = environment.get("path") or "/opt/gpufleet-sglang/environments/{}/current".format(
-            environment.get("name") or name
-        )
+        # The path holds the hash of lock and interpreter, which only the host knows: environment.yml tells it.
+        instance["venv"] = environment.get("path")
     if len(instance["hosts"]) > 1 and instance["rendezvous"] is None:
         reader.problem(
             "rendezvous_missing",
