@@ -88,18 +88,18 @@ def metrics(entry: Mapping[str, Any], now: int) -> dict[str, str]:
         page.add("gpus", hardware["gpus"])
         page.add("gpus_lost", len(hardware["gpus_lost"]))
     for name, item in entry["instances"].items():
-        page.add("plan_rejections", len(item["rejected"]), instance=name)
+        page.add("plan_rejections", len(item["rejected"]), sglang_instance=name)
     files = {HOST_FILE: page.text()}
     asked = {name: item for name, item in entry["instances"].items() if item["service"] and item["ready"] is not None}
     if asked:
         page = _Page()
         for name, item in asked.items():
             cause = (item["cause"] or {}).get("code")
-            page.add("service_state", 1, instance=name, state=item["state"], code=cause)
-            page.add("service_ready", int(bool(item["ready"])), instance=name)
+            page.add("service_state", 1, sglang_instance=name, state=item["state"], code=cause)
+            page.add("service_ready", int(bool(item["ready"])), sglang_instance=name)
             if item["drift"] is not None:
-                page.add("service_drift", int(item["drift"]), instance=name)
-            page.add("service_revision_info", 1, instance=name, revision=item["revision"], last_good=item["last_good"])
-            page.add("verify_timestamp_seconds", now, instance=name)
+                page.add("service_drift", int(item["drift"]), sglang_instance=name)
+            page.add("service_revision_info", 1, sglang_instance=name, revision=item["revision"], last_good=item["last_good"])
+            page.add("verify_timestamp_seconds", now, sglang_instance=name)
         files[SERVICE_FILE] = page.text()
     return files
