@@ -120,7 +120,7 @@ def _build(builder: Builder, result: dict[str, Any], carry: dict[str, Any], dead
     folder = builder.build_dir
     status = _detached.observe(folder)
     ours = carry.get("building") == builder.fingerprint
-    if not ours and status["state"] != "succeeded":
+    if not ours and (status["state"] != "succeeded" or builder.want["force"] or not builder.products()):
         begun = builder.start_build()
         carry.update(building=builder.fingerprint, attached=begun["attached"])
     elif not ours:
@@ -195,6 +195,10 @@ def _final(
     state: str,
     proof: Optional[Mapping[str, Any]],
 ) -> dict[str, Any]:
+    lacking = builder.lacking(manifest["wheel"].get("requires") or [])
+    if lacking:
+        message = f"the venv has no {', '.join(lacking)}, which the wheel asks for; it is installed without dependencies"
+        result["preflight"]["warnings"].append({"code": "runtime_dependency_missing", "message": message})
     return dict(
         result,
         changed=changed,

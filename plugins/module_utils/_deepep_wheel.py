@@ -812,9 +812,13 @@ class Builder:
             os.replace(os.path.join(folder, "log"), os.path.join(folder, "log.previous"))
         return _detached.start(folder, spec)
 
+    def products(self) -> list[str]:
+        """Return the wheels that a build left in its work folder; none once they were published."""
+        return sorted(glob.glob(os.path.join(self.work, "out", "*.whl")))
+
     def collect(self) -> dict[str, Any]:
         """Turn the output of a finished build into a staged wheel; return ``{staged, about, problems, runpaths}``."""
-        wheels = sorted(glob.glob(os.path.join(self.work, "out", "*.whl")))
+        wheels = self.products()
         if len(wheels) != 1:
             problem = {
                 "code": "no_wheel",
@@ -972,6 +976,12 @@ class Builder:
 
     def note_proof(self, manifest: Mapping[str, Any], proof: Mapping[str, Any]) -> None:
         _detached.write_json(self.proof_path(), dict(proof, sha256=manifest["wheel"]["sha256"], venv=self.venv["path"]))
+
+    def lacking(self, requires: Sequence[str]) -> list[str]:
+        """Return the wheel's unconditional requirements that the venv has no distribution for."""
+        names = [re.split(r"[\s<>=!~;\[(]", text, maxsplit=1)[0] for text in requires if ";" not in text]
+        there = {_distributions.canonical(dist.name) for dist in _distributions.scan(self.facts["site_packages"])}
+        return [name for name in names if _distributions.canonical(name) not in there]
 
     def remedy(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Return what ``backend_packages`` installs: the wheel, with nothing else touched."""
