@@ -192,3 +192,49 @@ def verdict(
         "backend_in_use": used,
         "ok": ready and revision_ok is not False and not drift,
     }
+
+
+def verdicts(
+    plans: Mapping[str, Any], results: Iterable[Mapping[str, Any]], units: Iterable[Mapping[str, Any]] = ()
+) -> dict[str, Any]:
+    """Return ``{instance: verdict}`` from what ``service_ready`` (mode verify) and the dry run of ``service_unit`` told.
+
+    A verdict also has ``cause`` (of ``service_ready``), and a drift of the kind ``unit`` when the unit on the host, its
+    environment or the libraries it runs on are not those of the plan.
+    """
+    by_unit = {unit["instance"]: unit for unit in units if unit.get("instance")}
+    by_result = {result["item"]["key"]: result for result in results if result.get("item")}
+    found = {}
+    for name, plan in plans.items():
+        result, unit = by_result.get(name) or {}, by_unit.get(name) or {}
+        seen = verdict(
+            {**plan, "argv": unit.get("argv") or plan.get("argv")},
+            result.get("observation") or {},
+            result.get("server_info"),
+            result.get("maps") or (),
+            bool(result.get("maps_complete")),
+            result.get("log_backends") or (),
+            str(result.get("state") or "unknown"),
+        )
+        if any((unit.get("needs") or {}).values()):
+            changes = unit.get("differences") or []
+            told = ", ".join(f"{item.get('what')} {item.get('name') or ''}".strip() for item in changes[:5])
+            seen["drift"].append({"what": "unit", "message": f"site.yml would change it ({told or 'restart'})"})
+            seen["ok"] = False
+        found[name] = {**seen, "cause": result.get("cause")}
+    return found
+
+
+def verdict_text(found: Mapping[str, Any]) -> str:
+    """Say in one line what is wrong with the instances that are not ok."""
+    parts = []
+    for name, seen in found.items():
+        if seen["ok"]:
+            continue
+        reasons = [item["message"] for item in seen["drift"]]
+        if not seen["ready"]:
+            cause = seen.get("cause") or {}
+            told = f"{cause['code']}: {cause['message']}" if cause.get("code") else ""
+            reasons.insert(0, f"{seen['state']}" + (f" ({told})" if told else ""))
+        parts.append(f"{name} is not as it should be: " + "; ".join(reasons))
+    return ". ".join(parts)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _verify
 from ansible_collections.gpufleet.sglang.plugins.module_utils._verify import (
     flag_drift,
     flags_of,
@@ -108,3 +109,41 @@ def test_a_prefill_server_uses_its_transfer_backend():
         {"argv": PYTHON}, {"process": {"argv": PYTHON}}, {"disaggregation_transfer_backend": "mooncake"}, []
     )
     assert found["backend_in_use"]["expected"] == {} and found["drift"] == []
+
+
+SERVED = {
+    "item": {"key": "a"},
+    "state": "ready",
+    "observation": {"process": {"argv": ["py", "-m", "sglang.launch_server", "--port", "1"]}},
+    "maps_complete": True,
+}
+PLANNED = {"a": {"argv": ["py", "-m", "sglang.launch_server", "--port", "1"], "effective": {}}}
+
+
+def test_an_instance_that_serves_its_plan_is_ok():
+    unit = {"instance": "a", "argv": PLANNED["a"]["argv"], "needs": {"write": False, "restart": False, "start": False}}
+    found = _verify.verdicts(PLANNED, [SERVED], [unit])
+    assert found["a"]["ok"] and _verify.verdict_text(found) == ""
+
+
+def test_a_unit_that_site_would_change_is_drift_though_it_serves():
+    unit = {
+        "instance": "a",
+        "argv": PLANNED["a"]["argv"],
+        "needs": {"write": False, "restart": True, "start": False},
+        "differences": [{"what": "library", "name": "torch"}],
+    }
+    found = _verify.verdicts(PLANNED, [SERVED], [unit])
+    assert found["a"]["ready"] and not found["a"]["ok"]
+    assert _verify.verdict_text(found) == "a is not as it should be: site.yml would change it (library torch)"
+
+
+def test_an_instance_that_nobody_saw_is_not_ok():
+    found = _verify.verdicts(PLANNED, [], [])
+    assert not found["a"]["ok"] and "unknown" in _verify.verdict_text(found)
+
+
+def test_the_cause_of_a_dead_instance_is_told():
+    dead = {**SERVED, "state": "failed", "cause": {"code": "port_taken", "message": "the port is taken"}}
+    text = _verify.verdict_text(_verify.verdicts(PLANNED, [dead], []))
+    assert "a is not as it should be: failed (port_taken: the port is taken)" in text
