@@ -34,10 +34,10 @@ KNOWN_REVISIONS: dict[str, dict[str, str]] = {
     },
 }
 
-# (first SGLang version, revision). Releases before 0.5.18 were published before SGLang depended on a DeepEP wheel
-# (sglang#33932, 2026-08-07) and call the v1 interface; newer ones accept both and v2 is what their wheel contains.
+# (first SGLang version, revision, why). 0.5.19 is the first release that was seen to depend on a DeepEP wheel
+# (sglang#33932), and that wheel is DeepEP 2; what came before was built from v1.
 PINS: tuple[tuple[tuple[int, int, int], str, str], ...] = (
-    ((0, 5, 18), "dd758caf451848bd150e1046af3d0a73e5fff38d", "SGLang's own wheel is built from DeepEP 2.1.0"),
+    ((0, 5, 19), "dd758caf451848bd150e1046af3d0a73e5fff38d", "SGLang's own wheel is built from DeepEP 2.1.0"),
     ((0, 0, 0), "9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee", "SGLang's images up to then pin DeepEP v1.2.1"),
 )
 

@@ -197,7 +197,7 @@ def _final(
 ) -> dict[str, Any]:
     lacking = builder.lacking(manifest["wheel"].get("requires") or [])
     if lacking:
-        message = f"the venv has no {', '.join(lacking)}, which the wheel asks for; it is installed without dependencies"
+        message = f"the venv has no {', '.join(lacking)}, which the wheel asks for (it goes in without dependencies)"
         result["preflight"]["warnings"].append({"code": "runtime_dependency_missing", "message": message})
     return dict(
         result,

@@ -55,7 +55,7 @@ options:
   revision:
     description:
       - Commit, tag or branch for a git source.
-      - The default is the revision that fits the venv's SGLang (C(9af0e0d), DeepEP v1.2.1, before SGLang 0.5.18;
+      - The default is the revision that fits the venv's SGLang (C(9af0e0d), DeepEP v1.2.1, before SGLang 0.5.19;
         C(dd758ca), DeepEP 2.1.0, from then on).
     type: str
   gpu_archs:

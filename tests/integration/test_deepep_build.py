@@ -1,6 +1,6 @@
-"""DeepEP's build, for real: nvcc and a CUDA torch compile our own extension of the same shape, and real failures are named.
+"""DeepEP's build, for real: nvcc and a CUDA torch compile our own extension of the same shape; real failures are named.
 
-Slow: it needs a venv with a CUDA torch (5.5 GB). GPUFLEET_CUDA_VENV names it; the default lies in the checkout's .cache.
+Slow: it needs a venv with a CUDA torch (5.5 GB). GPUFLEET_CUDA_VENV names it; the default is in .cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def want(tmp_path):
         options = {
             "venv": str(VENV), "state": "present", "source_path": str(folder), "gpu_archs": ["9.0"],
             "state_dir": str(tmp_path / "state"), "slice_seconds": 5, "carry": {}, "time_limit": 600,
-            "proof_timeout": 200, "extra_include_dirs": [], "environment": {}, "service_environment": {}, "force": False,
+            "proof_timeout": 200, "extra_include_dirs": [], "environment": {}, "service_environment": {},
+            "force": False,
         }  # fmt: skip
         return dict(options, **more)
 
@@ -86,13 +87,20 @@ def want(tmp_path):
 
 def go(options, check=False):
     """Call the module's step until it is done, as the action plugin does; return (result, lines for people)."""
-    carry, said = {}, []
+    carry: dict[str, object] = {}
+    said: list[str] = []
     while True:
         result = _deepep_steps.step(dict(options, carry=carry), check)
         if "slice" not in result:
             return result, said
         carry = json.loads(json.dumps(result["slice"]["carry"]))
         said.append(result["slice"]["progress"])
+
+
+def worker_of(job):
+    holder = _detached.holder(job)
+    assert holder is not None
+    return holder["pid"]
 
 
 def built(result):
@@ -220,7 +228,8 @@ def test_a_toolkit_of_another_major_is_refused_before_and_told_when_forced(sourc
     (toolkit / "nvvm").mkdir()
     nvcc = toolkit / "bin" / "nvcc"
     nvcc.write_text(
-        "#!/bin/sh\necho 'nvcc: NVIDIA (R) Cuda compiler driver'\necho 'Cuda compilation tools, release 12.8, V12.8.93'\n"
+        "#!/bin/sh\necho 'nvcc: NVIDIA (R) Cuda compiler driver'\n"
+        "echo 'Cuda compilation tools, release 12.8, V12.8.93'\n"
     )
     nvcc.chmod(0o755)
     folder = source()
@@ -277,11 +286,11 @@ def test_a_killed_compiler_is_memory_and_may_be_tried_again(source, want):
     options = want(source(cpp="#include <torch/extension.h>\n" + TINY_CPP))
     first = _deepep_steps.step(dict(options, slice_seconds=1), False)
     deadline = time.monotonic() + 60
-    victims = []
+    victims: list[int] = []
     while not victims and time.monotonic() < deadline:
         victims = [
             pid
-            for pid in _detached.descendants(_detached.holder(first["slice"]["carry"]["job"])["pid"])
+            for pid in _detached.descendants(worker_of(first["slice"]["carry"]["job"]))
             if "cc1plus" in Path(f"/proc/{pid}/comm").read_text()
             and b"deep_ep.cpp" in Path(f"/proc/{pid}/cmdline").read_bytes()
         ]
@@ -325,11 +334,11 @@ def test_a_second_run_attaches_and_a_killed_worker_is_replaced(source, want):
     assert second["slice"]["carry"]["attached"] is True
     assert first["slice"]["carry"]["job"] == second["slice"]["carry"]["job"]
     job = first["slice"]["carry"]["job"]
-    worker = _detached.holder(job)["pid"]
+    worker = worker_of(job)
     os.kill(worker, signal.SIGKILL)
     result, _said = go(options)
     built(result)
-    assert _detached.holder(job)["pid"] != worker
+    assert worker_of(job) != worker
 
 
 def test_a_controller_that_dies_between_build_and_proof_loses_nothing(source, want):

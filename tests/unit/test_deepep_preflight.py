@@ -17,8 +17,8 @@ V1 = {
     "revision": "9af0e0d0e74f3577af1979c9b9e1ac2cad0104ee",
 }  # fmt: skip
 V2 = dict(
-    V1, generation="v2", version="2.1.0", extensions=["deep_ep._C"], nvshmem_host_link="versioned", nccl_link="versioned",
-    links_libcuda=True, nvshmem_35_ready=True, submodules=[{"path": "third-party/fmt", "present": True}],
+    V1, generation="v2", version="2.1.0", extensions=["deep_ep._C"], nvshmem_host_link="versioned",
+    nccl_link="versioned", links_libcuda=True, nvshmem_35_ready=True, submodules=[{"path": "third-party/fmt", "present": True}],
 )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from typing import Any
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _deepep_wheel, _smoke
@@ -14,7 +15,12 @@ RANK = {
     "dispatch_correct": True, "combine_error": 0.0, "combine_correct": True, "dispatch_gbps": 254.539,
     "combine_gbps": 238.103,
 }  # fmt: skip
-SAID = {"ranks": [dict(RANK, rank=0), dict(RANK, rank=1)], "world": 2, "torch": "2.11.0+cu130", "exit": [0, 0]}
+SAID: dict[str, Any] = {
+    "ranks": [dict(RANK, rank=0), dict(RANK, rank=1)],
+    "world": 2,
+    "torch": "2.11.0+cu130",
+    "exit": [0, 0],
+}
 
 
 def said(change=None, **more):

@@ -107,7 +107,7 @@ def test_readiness_for_nvshmem_35_is_read_from_the_code():
 
 @pytest.mark.parametrize("version, begins", [
     ("0.5.5", "9af0e0d"), ("0.5.17.post1", "9af0e0d"), (None, "9af0e0d"), ("nonsense", "9af0e0d"),
-    ("0.5.18", "dd758ca"), ("0.5.23", "dd758ca"), ("0.6.0rc1", "dd758ca"), ("1.0", "dd758ca"),
+    ("0.5.18", "9af0e0d"), ("0.5.19", "dd758ca"), ("0.5.23", "dd758ca"), ("0.6.0rc1", "dd758ca"), ("1.0", "dd758ca"),
 ])  # fmt: skip
 def test_each_sglang_has_a_pinned_revision_with_a_reason(version, begins):
     revision, why = source.pinned_revision(version)

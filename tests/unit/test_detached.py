@@ -21,8 +21,7 @@ def spec(*steps, limit=60, **more):
             "time_limit": limit,
             "heartbeat": 0.2,
             "steps": [
-                {"name": f"s{number}", "argv": list(argv), "env": dict(os.environ)}
-                for number, argv in enumerate(steps)
+                {"name": f"s{number}", "argv": list(argv), "env": dict(os.environ)} for number, argv in enumerate(steps)
             ],
         },
         **more,
