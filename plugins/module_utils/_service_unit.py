@@ -917,6 +917,7 @@ class ServiceUnit:
                 "active_state": seen["state"],
                 "pid": seen["pid"] or None,
                 "enabled": seen["enabled"],
+                "needs": {"write": False, "restart": False, "start": False},
                 "diff": self.diff,
                 "differences": self.differences,
                 "problems": self._all_problems(),

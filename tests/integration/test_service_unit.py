@@ -30,7 +30,7 @@ KEY = "tEst-k%s$1-key"
 
 pytestmark = pytest.mark.hosts
 
-REAL = ("--device", "cpu", "--load-format", "dummy", "--attention-backend", "torch_native")
+REAL: tuple[str, ...] = ("--device", "cpu", "--load-format", "dummy", "--attention-backend", "torch_native")
 REAL += ("--max-total-tokens", "4096", "--max-running-requests", "8", "--model-path", "/models/tiny-llama")
 
 LAUNCHER = """
@@ -199,7 +199,13 @@ def test_argv_and_environment_arrive_byte_for_byte(s1: Fleet) -> None:
         "#no comment",
         "-",
     )
-    env = {"SOME_JSON": '{"a": "$b`c`\\\\n"}', "BLANKS": "  x  ", "QUOTES": "'\"", "EMPTY": "", "HASH": "#x;y"}
+    env: dict[str, Any] = {
+        "SOME_JSON": '{"a": "$b`c`\\\\n"}',
+        "BLANKS": "  x  ",
+        "QUOTES": "'\"",
+        "EMPTY": "",
+        "HASH": "#x;y",
+    }
     plan = make_plan(extra=extra, **env)
     result = s1("s1", plan=plan)
     assert argv_of(result["pid"]) == plan["argv"]
