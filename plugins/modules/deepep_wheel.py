@@ -216,6 +216,8 @@ smoke:
   sample: {state: ok, ranks: 2, correct: true, dispatch_gbps: 330.1, combine_gbps: 331.0, baseline_gbps: 210.4}
 """
 
+import os
+
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _deepep_steps
 
@@ -256,6 +258,8 @@ def main() -> None:
         supports_check_mode=True,
         mutually_exclusive=[("source_path", "source_url"), ("source_path", "revision")],
     )
+    # The venv's owner has to reach its build, and fetch its wheel without becoming root: also where root's umask is 077.
+    os.umask(0o022)
     result = _deepep_steps.step(module.params, module.check_mode)
     if result.pop("failed", False):
         module.fail_json(**result)

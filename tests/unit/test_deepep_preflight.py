@@ -18,7 +18,8 @@ V1 = {
 }  # fmt: skip
 V2 = dict(
     V1, generation="v2", version="2.1.0", extensions=["deep_ep._C"], nvshmem_host_link="versioned",
-    nccl_link="versioned", links_libcuda=True, nvshmem_35_ready=True, submodules=[{"path": "third-party/fmt", "present": True}],
+    nccl_link="versioned", links_libcuda=True, nvshmem_35_ready=True,
+    submodules=[{"path": "third-party/fmt", "present": True}],
 )  # fmt: skip
 
 

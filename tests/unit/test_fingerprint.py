@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.filter import deepep
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint as fp
 from hypothesis import given
 from hypothesis import strategies as st
 
-FACTS = {
+FACTS: dict[str, Any] = {
     "generation": "v1", "revision": "9af0e0d0", "python_tag": "cp312", "torch": "2.11.0+cu130", "torch_cuda": "13.0",
     "toolkit": "13.0.88", "nvshmem": "3.4.5", "nccl": None, "archs": ["9.0"], "machine": "x86_64", "libc": "glibc 2.39",
     "options": {},
