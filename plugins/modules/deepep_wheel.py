@@ -258,7 +258,7 @@ def main() -> None:
         supports_check_mode=True,
         mutually_exclusive=[("source_path", "source_url"), ("source_path", "revision")],
     )
-    # The venv's owner has to reach its build, and fetch its wheel without becoming root: also where root's umask is 077.
+    # The venv's owner has to reach its build, and fetch reads the wheel without become: also where root's umask is 077.
     os.umask(0o022)
     result = _deepep_steps.step(module.params, module.check_mode)
     if result.pop("failed", False):

@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from pathlib import Path
@@ -431,6 +432,32 @@ def test_a_forced_or_evicted_wheel_is_built_again(source, want, tmp_path):
     shutil.rmtree(tmp_path / "state" / "wheels")
     again, _said = go(want(folder))
     assert built(again)["build_state"] == "built" and again["fingerprint"] == first["fingerprint"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to drop")
+@pytest.mark.skipif(not Path("/usr/include/python3.11/Python.h").exists(), reason="no system Python 3.11 with headers")
+def test_a_venv_of_another_user_is_built_for_as_that_user(source, want):
+    """Nothing of that user's venv runs as root, and what it makes is its own; the cache stays root's."""
+    base = Path(tempfile.mkdtemp(prefix="deepep-owner-", dir="/var/tmp"))
+    try:
+        base.chmod(0o755)
+        venv = base / "venv"
+        subprocess.run(["/usr/bin/python3.11", "-m", "venv", "--without-pip", str(venv)], check=True)
+        site = venv / "lib" / "python3.11" / "site-packages"
+        site.rmdir()
+        site.symlink_to(next(VENV.glob("lib/python3.11/site-packages")))
+        spy = base / "whoami"
+        folder = base / "source"
+        shutil.copytree(source([("import os\n", f"import os\nopen({str(spy)!r} + str(os.getuid()), 'w')\n")]), folder)
+        for path in [base, *base.rglob("*")]:
+            os.chown(path, 65534, 65534, follow_symlinks=False)
+        result, _said = go(want(folder, venv=str(venv), state_dir=str(base / "state")))
+        assert built(result)["proof"]["ok"] is True
+        assert [path.name for path in base.glob("whoami*")] == ["whoami65534"]
+        assert os.stat(result["wheel"]).st_uid == 0
+        assert os.stat(result["wheel"]).st_mode & 0o044 == 0o044
+    finally:
+        shutil.rmtree(base)
 
 
 PLAY = """
