@@ -24,6 +24,8 @@ KNOWN_BACKENDS = ("deep_ep", "mooncake", "nixl")
 SECRET_FLAGS = {"api_key": "api_", "admin_api_key": "admin", "ssl_keyfile_password": "ssl_keyfile_"}
 # Secrets that SGLang or its libraries take from the environment.
 SECRET_ENV = {"hf_token": "HF_TOKEN"}
+# Of the router in front of the service; the service never sees it.
+ROUTER_SECRET = "router_api_key"
 _SECRET_ENV_NAME = re.compile(r"(^|_)(TOKEN|PASSWORD|PASSWD|SECRET|SECRET_KEY|SECRET_ACCESS_KEY|API_KEY|CREDENTIALS)$")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,47}\Z")
 _ACCOUNT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}\$?\Z")
@@ -88,7 +90,10 @@ VARIABLES: tuple[Variable, ...] = (
     _instance("flags", "flags", {}, "Any flag of the installed SGLang, as YAML types; names with - or _."),
     _instance("env_vars", "env", {}, "Environment variables of the service; never secrets."),
     _instance(
-        "secrets", "secrets", {}, "Secrets: api_key, admin_api_key, ssl_keyfile_password, hf_token, UPPER_CASE names."
+        "secrets",
+        "secrets",
+        {},
+        "Secrets: api_key, admin_api_key, ssl_keyfile_password, hf_token, router_api_key, UPPER_CASE names.",
     ),
     _instance("eplb", "eplb", None, "Expert load balancing: true, or its settings, such as redundant_experts."),
     _instance("host", "str", "127.0.0.1", "Address that the server listens on."),
@@ -100,7 +105,7 @@ VARIABLES: tuple[Variable, ...] = (
     _instance("rendezvous", "rendezvous", None, "Address and port of rank 0 of an instance over several hosts."),
     _instance("failure_domain", "str", None, "Rack or zone; a wave never takes all replicas of one."),
     _instance("replica_group", "str", None, "Instances that serve the same traffic; by default those of one name."),
-    _instance("router", "dict", None, "SGLang router in front of the instance: url, worker_url."),
+    _instance("router", "dict", None, "SGLang router in front of the instance: url, worker_url, worker."),
     _instance("drain_tasks", "path", None, "Task file that takes the instance out of another load balancer."),
     _instance("undrain_tasks", "path", None, "Task file that puts the instance back into another load balancer."),
     _instance("drain_timeout", "int", 300, "Seconds to wait until running and queued requests are zero.", minimum=0),
@@ -690,6 +695,8 @@ class _Reader:
         names = []
         for key, secret in given.items():
             known = key.replace("-", "_")
+            if known == ROUTER_SECRET:
+                continue
             if known in SECRET_FLAGS or known in SECRET_ENV or re.fullmatch(r"[A-Z_][A-Z0-9_]*", key):
                 if secret in (None, ""):
                     self.problem("secret_empty", f"{name}.{key}", None, f"{name}.{key} is empty", instance=instance)

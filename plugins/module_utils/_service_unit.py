@@ -1188,6 +1188,10 @@ class ServiceUnit:
         extra = {
             "needs": needs,
             "revision": target,
+            "argv": [str(item) for item in stored.meta["argv"]],
+            "api_key_file": f"{self.secrets_dir}/api_key"
+            if os.path.exists(self.host.path(f"{self.secrets_dir}/api_key"))
+            else None,
             "rolled_back_from": current if current != target else None,
             "libraries_differ": changed_libraries,
             "journal_id": stored.meta.get("journal_id"),

@@ -206,11 +206,11 @@ argv:
   description: The argv of the process.
   type: list
   elements: str
-  returned: for started
+  returned: for started and rolled_back
 api_key_file:
   description: Root-only file with the API key on the host, null when the instance has none.
   type: str
-  returned: for started
+  returned: for started and rolled_back
 log_namespace:
   description: Namespace of the journal that the service logs to, null for the usual journal.
   type: str
