@@ -85,7 +85,11 @@ class ActionModule(ActionBase):
             host = str(host)
             known = hostvars[host]
             values[host] = {name: _intents.plain(known[name]) for name in KEPT if name in known}
-            secrets.update(secret_values({n: _intents.plain(known[n]) for n in ("sglang_secrets", "sglang_instances") if n in known}))
+            secrets.update(
+                secret_values(
+                    {n: _intents.plain(known[n]) for n in ("sglang_secrets", "sglang_instances") if n in known}
+                )
+            )
         report = _report.document(
             _report.records(values, values),
             kind=str(arguments["kind"]),

@@ -8,7 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _backends, _codes, _intents, _metrics, _report, _saved_report
+from ansible_collections.gpufleet.sglang.plugins.module_utils import (
+    _backends,
+    _codes,
+    _intents,
+    _metrics,
+    _report,
+    _saved_report,
+)
 
 KEPT = (
     "probe_before",
@@ -64,7 +71,9 @@ def _read(path: str) -> str:
         with open(path, encoding="utf-8") as handle:
             return handle.read()
     except OSError as error:
-        raise _saved_report.ReportError(f"sglang_apply_report: {path}: {error.strerror}; name the report.json of a run") from None
+        raise _saved_report.ReportError(
+            f"sglang_apply_report: {path}: {error.strerror}; name the report.json of a run"
+        ) from None
 
 
 class FilterModule:

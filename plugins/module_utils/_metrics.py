@@ -44,7 +44,9 @@ class _Page:
     def add(self, name: str, value: Any, **labels: Any) -> None:
         assert name in METRICS, name
         pairs = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
-        self.samples.setdefault(name, []).append(f"{PREFIX}{name}{{{pairs}}} {value}" if pairs else f"{PREFIX}{name} {value}")
+        self.samples.setdefault(name, []).append(
+            f"{PREFIX}{name}{{{pairs}}} {value}" if pairs else f"{PREFIX}{name} {value}"
+        )
 
     def text(self) -> str:
         lines = []
@@ -80,8 +82,10 @@ def metrics(entry: Mapping[str, Any], now: int) -> dict[str, str]:
         for name, backend in venv["backends"].items():
             after = backend["after"]
             page.add("backend_state", 1, venv=path, backend=name, state=after["state"], code=after["code"])
-            ok = all((after["uses"].get(use) or after)["state"] == "ok" for use in backend["wanted"]) if backend["wanted"] else (
-                after["state"] == "ok"
+            ok = (
+                all((after["uses"].get(use) or after)["state"] == "ok" for use in backend["wanted"])
+                if backend["wanted"]
+                else (after["state"] == "ok")
             )
             page.add("backend_ok", int(ok), venv=path, backend=name, wanted=str(bool(backend["wanted"])).lower())
     if hardware["gpus"] is not None:
@@ -99,7 +103,9 @@ def metrics(entry: Mapping[str, Any], now: int) -> dict[str, str]:
             page.add("service_ready", int(bool(item["ready"])), sglang_instance=name)
             if item["drift"] is not None:
                 page.add("service_drift", int(item["drift"]), sglang_instance=name)
-            page.add("service_revision_info", 1, sglang_instance=name, revision=item["revision"], last_good=item["last_good"])
+            page.add(
+                "service_revision_info", 1, sglang_instance=name, revision=item["revision"], last_good=item["last_good"]
+            )
             page.add("verify_timestamp_seconds", now, sglang_instance=name)
         files[SERVICE_FILE] = page.text()
     return files

@@ -276,7 +276,7 @@ def _instance(
     return {
         "plan": identity,
         "service": bool(plan.get("service") or alone.get("service")),
-        "rejected": [dict(item) for item in [*(plan.get("rejections") or []), *(alone.get("rejections") or [])]],
+        "rejected": [dict(item) for item in _rejections(plan)],
         "state": ready["state"] if ready else seen.get("state"),
         "ready": ready["ready"] if ready else None,
         "cause": ready["cause"] if ready else None,
@@ -284,6 +284,11 @@ def _instance(
         "last_good": unit.get("last_good"),
         "drift": _drift(unit),
     }
+
+
+def _rejections(plan: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Also those that do not stop this run, because it leaves the instance alone."""
+    return [*(plan.get("rejections") or []), *((plan.get("left_alone") or {}).get("rejections") or [])]
 
 
 def _drift(unit: Mapping[str, Any]) -> Optional[bool]:
@@ -345,7 +350,7 @@ def _next_steps(found: Mapping[str, Any], hosts: Mapping[str, Any]) -> list[dict
                 known = _codes.CODES.get(venv["code"] or venv["state"] or "")
                 add(host, "venv", venv["code"] or venv["state"], known.mend if known else venv["message"])
         for name, plan in record["plans_after"].items():
-            for rejection in plan.get("rejections") or []:
+            for rejection in _rejections(plan):
                 text = rejection.get("suggestion") or rejection.get("message")
                 add(host, "rejection", rejection.get("code"), text)
             for remedy in plan.get("remedies") or []:
@@ -382,7 +387,14 @@ def _add_unplanned(host: str, entry: Mapping[str, Any], record: Mapping[str, Any
         for name, backend in venv["backends"].items():
             known = _codes.CODES.get(backend["after"]["code"] or "")
             if known and _unmet(backend) and not _remedy(record["plans_after"], venv_path, name):
-                add(host, "backend", backend["after"]["code"], known.mend, backend=name, required=not backend["serves_without"])
+                add(
+                    host,
+                    "backend",
+                    backend["after"]["code"],
+                    known.mend,
+                    backend=name,
+                    required=not backend["serves_without"],
+                )
 
 
 def _command(step: Mapping[str, Any]) -> Optional[str]:
@@ -404,7 +416,11 @@ def _notes(found: Mapping[str, Any]) -> list[dict[str, Any]]:
         for plan in (record["plans_after"] or record["plans"]).values():
             for decision in plan.get("decisions") or []:
                 question, because = str(decision.get("question")), str(decision.get("because") or "")
-                if question.endswith("_backend") and decision.get("answer") in (None, "none") and because != "asked for":
+                if (
+                    question.endswith("_backend")
+                    and decision.get("answer") in (None, "none")
+                    and because != "asked for"
+                ):
                     add(host, "decision", question, f"{decision.get('answer')}: {because}")
             # Said by the decision already.
             for warning in plan.get("warnings") or []:
@@ -543,7 +559,9 @@ def rows(report: Mapping[str, Any]) -> list[dict[str, str]]:
                 state = str(venv["state"] or "unknown")
                 code = venv["code"] or ""
                 cause = path if code in ("", state) else f"{code}: {path}"
-                table.append({**empty, "host": host, "backend": "-", "before": state, "cause": cause, "service": service})
+                table.append(
+                    {**empty, "host": host, "backend": "-", "before": state, "cause": cause, "service": service}
+                )
         if not done:
             table.append({**empty, "host": host, "before": "-", "service": service})
     return table
@@ -664,14 +682,25 @@ def report_table(found: Mapping[str, Any], width: int = 140, paint: Optional[Pai
 
 
 def _table_lines(table: Sequence[Mapping[str, str]], width: int, paint: Paint) -> list[str]:
-    columns = [c for c in COLUMNS if c in ("host", "backend", "before") or any(row[c] not in ("", "-") for row in table)]
+    columns = [
+        c for c in COLUMNS if c in ("host", "backend", "before") or any(row[c] not in ("", "-") for row in table)
+    ]
     limits = {"host": 34, "backend": 40, "before": 20, "cause": 34, "after": 20, "service": 34}
     widths = {c: max([len(HEADINGS.get(c, c))] + [len(row[c]) for row in table]) for c in columns}
     widths = {c: min(w, limits.get(c, w)) for c, w in widths.items()}
     gaps = 2 * (len(columns) - 1)
     # The remedy is prose: it takes what is left, then the widest of the others gives way.
     over = sum(widths.values()) + gaps - width
-    for column, least in (("remedy", 24), ("service", 14), ("cause", 14), ("host", 14), ("backend", 9), ("after", 10), ("before", 10), ("remedy", 18)):
+    for column, least in (
+        ("remedy", 24),
+        ("service", 14),
+        ("cause", 14),
+        ("host", 14),
+        ("backend", 9),
+        ("after", 10),
+        ("before", 10),
+        ("remedy", 18),
+    ):
         if column in widths and over > 0:
             given = min(over, max(0, widths[column] - least))
             widths[column] -= given

@@ -45,7 +45,9 @@ def seen(probes: Mapping[str, Any]) -> dict[str, str]:
         if gpus:
             devices = gpus.get("devices") or []
             names = sorted(str(device.get("name")) for device in devices)
-            found["gpus"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or _text(gpus.get("state"))
+            found["gpus"] = ", ".join(f"{names.count(n)} x {n}" for n in dict.fromkeys(names)) or _text(
+                gpus.get("state")
+            )
             found["driver"] = _text(gpus.get("driver"))
         if probe.get("fabric"):
             found["fabric"] = _text(probe["fabric"].get("class"))
@@ -68,7 +70,9 @@ def load(text: str, path: str) -> dict[str, Any]:
     except ValueError as error:
         raise ReportError(f"sglang_apply_report: {path} is not JSON ({error}); name the report.json of a run") from None
     if not isinstance(report, dict) or "hosts" not in report or "plans" not in report:
-        raise ReportError(f"sglang_apply_report: {path} is not a report of this collection; name the report.json of a run")
+        raise ReportError(
+            f"sglang_apply_report: {path} is not a report of this collection; name the report.json of a run"
+        )
     if report.get("schema") != 1:
         raise ReportError(
             f"sglang_apply_report: {path} has schema {report.get('schema')!r}, this version reads 1; "

@@ -23,7 +23,9 @@ TONES = {
     **dict.fromkeys(("ok", "ready", "busy", "active"), "good"),
     **dict.fromkeys(("suspect", "needs_gpu", "unknown", "attention", "starting", "loading", "warming"), "warn"),
     **dict.fromkeys(("activating", "reloading", "degraded"), "warn"),
-    **dict.fromkeys(("absent", "wrong_distribution", "variant_mismatch", "broken", "unsupported", "venv_absent"), "bad"),
+    **dict.fromkeys(
+        ("absent", "wrong_distribution", "variant_mismatch", "broken", "unsupported", "venv_absent"), "bad"
+    ),
     **dict.fromkeys(("failed", "stuck", "crash_loop", "refused"), "bad"),
 }
 WORDS = {"attention": "to mend", "unreachable": "not reached"}
@@ -71,7 +73,9 @@ def render(report: Mapping[str, Any], templates: str = TEMPLATES) -> str:
     environment.globals["service_text"] = _report.service_text
     script = _read(os.path.join(templates, "report.js"))
     style = _read(os.path.join(templates, "report.css"))
-    backends = list(dict.fromkeys(name for e in report["hosts"].values() for v in e["venvs"].values() for name in v["backends"]))
+    backends = list(
+        dict.fromkeys(name for e in report["hosts"].values() for v in e["venvs"].values() for name in v["backends"])
+    )
     causes = sorted(
         {
             backend["after"]["code"]
@@ -82,16 +86,20 @@ def render(report: Mapping[str, Any], templates: str = TEMPLATES) -> str:
         }
     )
     states = [
-        state
-        for state in _codes.STATES
-        if any(state in counts for counts in report["summary"]["backends"].values())
+        state for state in _codes.STATES if any(state in counts for counts in report["summary"]["backends"].values())
     ]
     users: dict[str, list[str]] = {}
     for host, entry in report["hosts"].items():
         for item in entry["instances"].values():
             users.setdefault(item["plan"], []).append(host)
-    hosts = {host: {key: value for key, value in entry.items() if key != "seen"} for host, entry in report["hosts"].items()}
-    mends = {code: {"text": _codes.CODES[code].text, "mend": _codes.CODES[code].mend} for code in causes if code in _codes.CODES}
+    hosts = {
+        host: {key: value for key, value in entry.items() if key != "seen"} for host, entry in report["hosts"].items()
+    }
+    mends = {
+        code: {"text": _codes.CODES[code].text, "mend": _codes.CODES[code].mend}
+        for code in causes
+        if code in _codes.CODES
+    }
     return environment.get_template("report.html.j2").render(
         report=report,
         title=TITLES.get(report["kind"], report["kind"]),

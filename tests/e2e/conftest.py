@@ -18,20 +18,34 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 os.environ.pop("ANSIBLE_COLLECTIONS_PATH", None)
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --hide-scrollbars --window-size=1400,1000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--window-size=1400,1000",
+]
 
 
 def _install():
     if shutil.which("chromium") and shutil.which("chromedriver"):
         return
     if os.geteuid() != 0 or not shutil.which("apt-get"):
-        pytest.fail("the report's browser tests need chromium and chromedriver (apt-get install chromium chromium-driver)")
+        pytest.fail(
+            "the report's browser tests need chromium and chromedriver (apt-get install chromium chromium-driver)"
+        )
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)
-    subprocess.run(["apt-get", "install", "-yqq", "--no-install-recommends", "chromium", "chromium-driver"], check=True, env=environment)
+    subprocess.run(
+        ["apt-get", "install", "-yqq", "--no-install-recommends", "chromium", "chromium-driver"],
+        check=True,
+        env=environment,
+    )
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,10 @@ class FakeAwx:
     def add(self, kind, item):
         identity = 1 + sum(map(len, self.store.values()))
         item = {**item, "id": identity, "url": f"/api/v2/{kind}/{identity}/", "type": kind[:-1]}
-        item["related"] = {name: f"{item['url']}{name}/" for name in (*SUBLISTS, "survey_spec", "create_approval_template", "workflow_nodes")}
+        item["related"] = {
+            name: f"{item['url']}{name}/"
+            for name in (*SUBLISTS, "survey_spec", "create_approval_template", "workflow_nodes")
+        }
         item["summary_fields"] = {}
         if kind == "projects":
             item.update(status="successful", scm_revision="0", finished="2026-01-01T00:00:00Z")
@@ -34,14 +37,18 @@ class FakeAwx:
         return item
 
     def find(self, kind, wanted):
-        kinds = ["job_templates", "projects", "inventory_sources", "workflow_job_templates"] if kind == "unified_job_templates" else [kind]
+        kinds = (
+            ["job_templates", "projects", "inventory_sources", "workflow_job_templates"]
+            if kind == "unified_job_templates"
+            else [kind]
+        )
         rows = [row for name in kinds for row in self.store.get(name, [])]
         for key, values in wanted.items():
             if key in ("page_size", "type", "order_by", "not__id"):
                 continue
             name, value = key.split("__")[0].removeprefix("or"), values[0]
             name = key.split("__")[1] if key.startswith("or__") else key.split("__")[0]
-            rows = [row for row in rows if name in row and str(row[name]) == value or name not in row]
+            rows = [row for row in rows if (name in row and str(row[name]) == value) or name not in row]
         return rows
 
     def answer(self, method, path, query, body):
@@ -68,7 +75,10 @@ class FakeAwx:
             return 200, self.specs.get(path, {})
         if parts[2] == "create_approval_template":
             # AWX keeps of an approval only these.
-            made = self.add("workflow_approval_templates", {key: body[key] for key in ("name", "description", "timeout") if key in body})
+            made = self.add(
+                "workflow_approval_templates",
+                {key: body[key] for key in ("name", "description", "timeout") if key in body},
+            )
             owner["unified_job_template"] = made["id"]
             owner["related"]["unified_job_template"] = made["url"]
             return 201, made
@@ -80,7 +90,11 @@ class FakeAwx:
             rows = [row for kind in self.store.values() for row in kind if row["id"] in linked]
             return 200, {"count": len(rows), "results": rows, "next": None}
         if parts[2] == "workflow_nodes":
-            rows = [row for row in self.store.get("workflow_job_template_nodes", []) if row.get("workflow_job_template") == owner["id"]]
+            rows = [
+                row
+                for row in self.store.get("workflow_job_template_nodes", [])
+                if row.get("workflow_job_template") == owner["id"]
+            ]
             return 200, {"count": len(rows), "results": rows, "next": None}
         return 200, {"count": 0, "results": [], "next": None}
 

@@ -26,7 +26,10 @@ TEMPLATES = {item["name"]: item for item in DEFINITIONS["sglang_awx_job_template
 @pytest.fixture(scope="session")
 def collections():
     """A folder with awx.awx, taken from PyPI's bundle of collections and kept in the cache."""
-    cache = Path(os.environ.get("GPUFLEET_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpufleet-sglang")
+    cache = Path(
+        os.environ.get("GPUFLEET_CACHE")
+        or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "gpufleet-sglang"
+    )
     target = cache / f"awx-{AWX_VERSION}"
     if not (target / "ansible_collections/awx/awx/MANIFEST.json").exists():
         part = cache / f"awx-{AWX_VERSION}.part"
@@ -35,7 +38,9 @@ def collections():
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", part, BUNDLE], check=True)
         wheel = next(part.glob("*.whl"))
         with zipfile.ZipFile(wheel) as bundle:
-            bundle.extractall(part, [name for name in bundle.namelist() if name.startswith("ansible_collections/awx/awx/")])
+            bundle.extractall(
+                part, [name for name in bundle.namelist() if name.startswith("ansible_collections/awx/awx/")]
+            )
         wheel.unlink()
         shutil.rmtree(target, ignore_errors=True)
         part.rename(target)
@@ -61,7 +66,12 @@ def test_awx_is_configured_by_its_own_modules_and_a_second_run_sends_nothing_new
     try:
         runs = [
             subprocess.run(
-                ["ansible-playbook", "-i", "localhost,", "awx/configure.yml"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+                ["ansible-playbook", "-i", "localhost,", "awx/configure.yml"],
+                cwd=ROOT,
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=False,
             )
             for _ in range(2)
             if not sent.append(len(fake.writes))
@@ -72,10 +82,16 @@ def test_awx_is_configured_by_its_own_modules_and_a_second_run_sends_nothing_new
     assert [run.returncode for run in runs] == [0, 0], runs[0].stdout + runs[0].stderr + runs[1].stdout
     # The module cannot see an approval's place in its workflow and sends it again each time; nothing else is sent.
     approval = fake.store["workflow_approval_templates"][0]["id"]
-    assert {(method, path) for method, path, _ in fake.writes[sent[1] :]} <= {("PATCH", f"workflow_approval_templates/{approval}")}
+    assert {(method, path) for method, path, _ in fake.writes[sent[1] :]} <= {
+        ("PATCH", f"workflow_approval_templates/{approval}")
+    }
     templates = {row["name"]: row for row in fake.store["job_templates"]}
     assert set(templates) == {f"sglang {name}" for name in ("probe", "site", "remediate", "verify", "rollback")}
-    assert all(not row["allow_simultaneous"] and row["job_slice_count"] == 1 for name, row in templates.items() if TEMPLATES[name.split()[1]]["ordered"])
+    assert all(
+        not row["allow_simultaneous"] and row["job_slice_count"] == 1
+        for name, row in templates.items()
+        if TEMPLATES[name.split()[1]]["ordered"]
+    )
     nodes = {row["identifier"]: row["id"] for row in fake.store["workflow_job_template_nodes"]}
     edges = {path.split("/")[4]: ids for path, ids in fake.links.items() if path.endswith("success_nodes/")}
     assert edges == {str(nodes["probe"]): [nodes["approve"]], str(nodes["approve"]): [nodes["site"]]}
@@ -99,7 +115,12 @@ def test_every_answer_of_every_survey_is_understood():
             assert isinstance(answer, str)
             result = _intents.intents({question["variable"]: answer}, yaml.safe_load)
             assert [p for p in result["problems"] if p["variable"] == question["variable"]] == [], (question, answer)
-    assert _intents.intents({"sglang_manage_system_packages": "false"}, yaml.safe_load)["settings"]["manage_system_packages"] is False
+    assert (
+        _intents.intents({"sglang_manage_system_packages": "false"}, yaml.safe_load)["settings"][
+            "manage_system_packages"
+        ]
+        is False
+    )
     assert _intents.intents({"sglang_waves": "1, 10%"}, yaml.safe_load)["settings"]["waves"] == [1, "10%"]
 
 

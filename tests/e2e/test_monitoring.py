@@ -23,7 +23,9 @@ def promtool():
         if os.geteuid() != 0 or not shutil.which("apt-get"):
             pytest.fail("needs promtool (apt-get install prometheus)")
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-        subprocess.run(["apt-get", "install", "-yqq", "--no-install-recommends", "prometheus"], check=True, env=environment)
+        subprocess.run(
+            ["apt-get", "install", "-yqq", "--no-install-recommends", "prometheus"], check=True, env=environment
+        )
 
     def call(*args, **more):
         return subprocess.run(["promtool", *map(str, args)], capture_output=True, text=True, check=False, **more)
@@ -41,7 +43,10 @@ def test_metrics_of_every_kind_of_host_pass(promtool):
 
 
 def test_rules_are_valid_and_fire_when_they_should(promtool):
-    for args in (("check", "rules", MONITORING / "alert-rules.yml"), ("test", "rules", MONITORING / "alert-rules.test.yml")):
+    for args in (
+        ("check", "rules", MONITORING / "alert-rules.yml"),
+        ("test", "rules", MONITORING / "alert-rules.test.yml"),
+    ):
         found = promtool(*args)
         assert found.returncode == 0, found.stdout + found.stderr
 

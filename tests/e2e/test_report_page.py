@@ -20,7 +20,9 @@ EVIL = "<img src=x onerror=\"document.title='owned'\"></script><script>document.
 
 def page(tmp_path_factory, hosts):
     path = tmp_path_factory.mktemp("page") / "report.html"
-    path.write_text(_report_html.render(_report.document(_report.records(hosts, hosts), generated="2026-11-30T22:00:00Z")))
+    path.write_text(
+        _report_html.render(_report.document(_report.records(hosts, hosts), generated="2026-11-30T22:00:00Z"))
+    )
     return path.as_uri()
 
 
@@ -54,7 +56,9 @@ def opened_big(browser, thousand):
 
 
 def shown(browser):
-    return browser.execute_script("return [...document.querySelectorAll('tr.host')].filter((r) => !r.hidden).map((r) => r.dataset.host)")
+    return browser.execute_script(
+        "return [...document.querySelectorAll('tr.host')].filter((r) => !r.hidden).map((r) => r.dataset.host)"
+    )
 
 
 def test_it_opens_from_the_disk_without_a_request_or_a_complaint(opened_big):
@@ -141,7 +145,9 @@ return [...document.querySelectorAll('.pill, .cause, .soft, .tile, th, td, a, bu
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_light_and_dark_follow_the_system_and_can_be_read(opened, scheme):
-    opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    opened.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
     background = "return getComputedStyle(document.body).backgroundColor"
     before = opened.execute_script(background)
     assert (sum(map(int, before[4:-1].split(","))) < 200) is (scheme == "dark")
@@ -166,7 +172,9 @@ def test_a_screen_reader_finds_names_for_everything(opened):
 
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_page_itself_never_scrolls_sideways(opened, width):
-    opened.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+    opened.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    )
     try:
         assert opened.execute_script("return document.documentElement.scrollWidth") <= width
         opened.save_screenshot(str(OUTPUT / f"width-{width}.png"))

@@ -22,7 +22,9 @@ LEFT_OUT = ("tests/", "molecule/", "docs/", "changelogs/")
 def job(tmp_path_factory):
     """A finished probe of two hosts: this machine with an empty venv, and one that does not answer."""
     data = tmp_path_factory.mktemp("job")
-    names = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    names = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     for name in names:
         source = ROOT / name
         if name and not name.startswith(LEFT_OUT) and (source.is_file() or source.is_symlink()):
@@ -98,7 +100,13 @@ def test_strings_of_surveys_did_not_become_problems(job):
     data, _, _, _ = job
     report = json.loads((data / "out/report.json").read_text())
     rejected = [row for item in report["hosts"]["here"]["instances"].values() for row in item["rejected"]]
-    assert [row for row in rejected if str(row.get("variable")).startswith(("sglang_waves", "sglang_import", "sglang_gather", "sglang_manage", "sglang_secrets"))] == []
+    assert [
+        row
+        for row in rejected
+        if str(row.get("variable")).startswith(
+            ("sglang_waves", "sglang_import", "sglang_gather", "sglang_manage", "sglang_secrets")
+        )
+    ] == []
 
 
 def test_the_project_folder_stays_as_it_was(job):

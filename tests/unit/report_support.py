@@ -8,7 +8,9 @@ from typing import Any
 VENV = "/opt/sglang/venv"
 
 
-def backend(state="ok", code=None, version="1.5.1", name="nixl-cu13", uses=("kv_transfer",), message=None, level="import"):
+def backend(
+    state="ok", code=None, version="1.5.1", name="nixl-cu13", uses=("kv_transfer",), message=None, level="import"
+):
     return {
         "state": state,
         "code": code,
@@ -20,10 +22,19 @@ def backend(state="ok", code=None, version="1.5.1", name="nixl-cu13", uses=("kv_
     }
 
 
-def probe(gpus=8, gpu="NVIDIA H200", torch="2.14.1+cu130", sglang="0.5.23", driver="580.95.05", fabric="nvlink_full", **more):
+def probe(
+    gpus=8, gpu="NVIDIA H200", torch="2.14.1+cu130", sglang="0.5.23", driver="580.95.05", fabric="nvlink_full", **more
+):
     return {
         "schema": 1,
-        "venv": {"path": VENV, "state": "ok", "code": None, "message": None, "owner": "root", "python_version": "3.12.3"},
+        "venv": {
+            "path": VENV,
+            "state": "ok",
+            "code": None,
+            "message": None,
+            "owner": "root",
+            "python_version": "3.12.3",
+        },
         "torch": {"version": torch, "cuda": "13.0", "cuda_major": 13},
         "sglang": {"version": sglang},
         "backends": {
@@ -39,7 +50,9 @@ def probe(gpus=8, gpu="NVIDIA H200", torch="2.14.1+cu130", sglang="0.5.23", driv
         },
         "fabric": {"class": fabric, "bad_gpus": [], "rdma": {"devices": [{"name": f"mlx5_{n}"} for n in range(8)]}},
         "host": {"os_family": "debian", "machine": "x86_64", "cpus": 192, "memory_bytes": 2 << 40},
-        "instances": {"default": {"service": {"state": "active", "revision": "5f0c9a1be27d44e3"}, "model": {"state": "ok"}}},
+        "instances": {
+            "default": {"service": {"state": "active", "revision": "5f0c9a1be27d44e3"}, "model": {"state": "ok"}}
+        },
         **more,
     }
 
@@ -62,14 +75,27 @@ def plan(service=True, remedies=(), **more):
     return {
         "instance": "default",
         "service": service,
-        "argv": [f"{VENV}/bin/python", "-m", "sglang.launch_server", "--model-path", "/models/Kimi-K2.6", "--tp-size", "8"],
+        "argv": [
+            f"{VENV}/bin/python",
+            "-m",
+            "sglang.launch_server",
+            "--model-path",
+            "/models/Kimi-K2.6",
+            "--tp-size",
+            "8",
+        ],
         "env": {"NCCL_DEBUG": "WARN"},
         "effective": {"tp_size": 8, "moe_a2a_backend": "deepep", "kv_transfer_backend": "mooncake"},
         "remedies": list(remedies),
         "assumes": [{"backend": r["backend"], "use": r["use"], "state": "ok", "after": r["kind"]} for r in remedies],
         "decisions": [
             {"question": "parallelism", "answer": "tp8", "because": "8 GPUs with full NVLink", "evidence": {"gpus": 8}},
-            {"question": "moe_a2a_backend", "answer": "deepep", "because": "first of the wanted that is ok", "evidence": {}},
+            {
+                "question": "moe_a2a_backend",
+                "answer": "deepep",
+                "because": "first of the wanted that is ok",
+                "evidence": {},
+            },
         ],
         "warnings": [],
         "rejections": [],
@@ -87,7 +113,12 @@ def ready(state="ready", **cause):
 def facts(seen=None, planned=None, before=None, **more) -> dict[str, Any]:
     """The facts of one host after the roles ran."""
     now = {VENV: seen or probe()}
-    return {"probe_before": {VENV: before} if before else now, "probe_results": now, "probe_plans": {"default": planned or plan()}, **more}
+    return {
+        "probe_before": {VENV: before} if before else now,
+        "probe_results": now,
+        "probe_plans": {"default": planned or plan()},
+        **more,
+    }
 
 
 def broken(which, **more):
@@ -96,7 +127,11 @@ def broken(which, **more):
     return seen
 
 
-MISSING = {"state": "broken", "code": "missing_system_lib", "message": "libibverbs.so.1, which libtransfer_engine.so needs"}
+MISSING = {
+    "state": "broken",
+    "code": "missing_system_lib",
+    "message": "libibverbs.so.1, which libtransfer_engine.so needs",
+}
 ABI = {
     "state": "broken",
     "code": "torch_abi_mismatch",
@@ -121,7 +156,12 @@ def fleet(count: int) -> dict[str, dict[str, Any]]:
             hosts[host] = {}
         elif number % 31 == 0:
             line = "RuntimeError: CUDA error: out of memory"
-            cause = {"code": "cuda_out_of_memory", "message": line, "mend": "lower mem_fraction_static", "lines": [line]}
+            cause = {
+                "code": "cuda_out_of_memory",
+                "message": line,
+                "mend": "lower mem_fraction_static",
+                "lines": [line],
+            }
             hosts[host] = facts(ready_results=ready("crash_loop", **cause))
         elif number % 23 == 0:
             rejection = {
@@ -134,7 +174,9 @@ def fleet(count: int) -> dict[str, dict[str, Any]]:
             }
             hosts[host] = facts(probe(gpus=7), plan(rejections=[rejection]))
         elif number % 13 == 0:
-            hosts[host] = facts(broken("deep_ep", **ABI), plan(decisions=[FALLBACK], effective={"moe_a2a_backend": "none"}))
+            hosts[host] = facts(
+                broken("deep_ep", **ABI), plan(decisions=[FALLBACK], effective={"moe_a2a_backend": "none"})
+            )
         elif number % 7 == 0:
             hosts[host] = facts(broken("mooncake", **MISSING), plan(remedies=[remedy()]))
         elif number % 59 == 0:

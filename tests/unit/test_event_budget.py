@@ -65,7 +65,25 @@ def test_no_history_breaks_the_cap_or_the_cooldown(arrivals, cap, cooldown):
         assert all(later - sooner >= cooldown for sooner, later in zip(times, times[1:]))
 
 
-@pytest.mark.parametrize("host", ["all", "sglang", "gpu-*", "!gpu-1", "@/etc/hosts", "a,b", "", "gpu-1\n", "~.*", "a:b", "a&b", "-e x", "[0-9]", "x" * 400])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "all",
+        "sglang",
+        "gpu-*",
+        "!gpu-1",
+        "@/etc/hosts",
+        "a,b",
+        "",
+        "gpu-1\n",
+        "~.*",
+        "a:b",
+        "a&b",
+        "-e x",
+        "[0-9]",
+        "x" * 400,
+    ],
+)
 def test_nothing_but_the_name_of_one_host_becomes_a_limit(tmp_path, monkeypatch, host):
     found = ask(tmp_path / "e.json", 5, host, monkeypatch=monkeypatch)
     assert found["sglang"]["limit"] == "" and "not the name of a host" in found["sglang"]["held"]
@@ -113,7 +131,12 @@ def test_the_record_stays_small(tmp_path, monkeypatch):
 
 def test_rulebooks_count_the_alerts_that_the_rules_raise():
     rules = yaml.safe_load(Path("extensions/monitoring/alert-rules.yml").read_text())
-    raised = {rule["alert"] for group in rules["groups"] for rule in group["rules"] if rule["labels"].get("remediate") == "auto"}
+    raised = {
+        rule["alert"]
+        for group in rules["groups"]
+        for rule in group["rules"]
+        if rule["labels"].get("remediate") == "auto"
+    }
     for path in Path("extensions/eda/rulebooks").glob("*.yml"):
         settings = yaml.safe_load(path.read_text())[0]["sources"][0]["filters"][0]["gpufleet.sglang.budget"]
         assert {name for name in settings["events"] if name.startswith("SGLang")} == raised

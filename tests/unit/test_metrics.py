@@ -29,14 +29,18 @@ def test_a_verified_host_has_both_files_and_a_probed_one_keeps_its_verification(
     files = _metrics.metrics(entry(ready_results=fake.ready()), 1700000000)
     assert set(files) == {_metrics.HOST_FILE, _metrics.SERVICE_FILE}
     assert 'gpufleet_sglang_service_ready{sglang_instance="default"} 1' in files[_metrics.SERVICE_FILE]
-    assert 'gpufleet_sglang_verify_timestamp_seconds{sglang_instance="default"} 1700000000' in files[_metrics.SERVICE_FILE]
+    assert (
+        'gpufleet_sglang_verify_timestamp_seconds{sglang_instance="default"} 1700000000' in files[_metrics.SERVICE_FILE]
+    )
     assert set(_metrics.metrics(entry(), 1700000000)) == {_metrics.HOST_FILE}
     for text in files.values():
         parsed(text)
 
 
 def test_a_broken_wanted_backend_and_a_dead_service_read_zero():
-    files = _metrics.metrics(entry(seen=fake.broken("mooncake", **fake.MISSING), ready_results=fake.ready("failed", code="oom")), 5)
+    files = _metrics.metrics(
+        entry(seen=fake.broken("mooncake", **fake.MISSING), ready_results=fake.ready("failed", code="oom")), 5
+    )
     assert 'backend="mooncake",wanted="true"} 0' in files[_metrics.HOST_FILE]
     assert 'backend="mooncake",state="broken",code="missing_system_lib"} 1' in files[_metrics.HOST_FILE]
     assert 'state="failed",code="oom"} 1' in files[_metrics.SERVICE_FILE]
@@ -74,4 +78,6 @@ def test_dashboard_and_rules_use_metrics_that_exist_and_docs_name_them_all():
 
 def test_every_alert_says_what_to_do():
     rules = [r for g in yaml.safe_load((MONITORING / "alert-rules.yml").read_text())["groups"] for r in g["rules"]]
-    assert rules and all(r["annotations"]["summary"] and r["annotations"]["action"] and r["labels"]["severity"] for r in rules)
+    assert rules and all(
+        r["annotations"]["summary"] and r["annotations"]["action"] and r["labels"]["severity"] for r in rules
+    )

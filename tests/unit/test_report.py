@@ -25,7 +25,9 @@ def make(hosts, **more):
 
 def test_document_follows_its_schema_for_every_kind_of_host():
     hosts = fake.fleet(400)
-    hosts["absent"] = fake.facts({"venv": {"path": "/x", "state": "venv_absent", "code": "venv_absent", "message": "no"}})
+    hosts["absent"] = fake.facts(
+        {"venv": {"path": "/x", "state": "venv_absent", "code": "venv_absent", "message": "no"}}
+    )
     report = make(hosts)
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
     jsonschema.validate(json.loads(json.dumps(report)), SCHEMA)
@@ -41,7 +43,10 @@ def test_next_steps_are_one_each_and_those_that_mend_most_come_first():
             "c": fake.facts(fake.broken("mooncake", **fake.MISSING), fake.plan(remedies=[fake.remedy()])),
         }
     )  # fmt: skip
-    assert [(s["count"], s["backend"], s["hosts"]) for s in report["next_steps"]] == [(2, "mooncake", ["b", "c"]), (1, "nixl", ["a"])]
+    assert [(s["count"], s["backend"], s["hosts"]) for s in report["next_steps"]] == [
+        (2, "mooncake", ["b", "c"]),
+        (1, "nixl", ["a"]),
+    ]
     assert report["next_steps"][0]["command"].endswith("sglang_remediate_codes=missing_system_lib")
 
 
@@ -60,7 +65,13 @@ def test_a_mended_host_shows_before_and_after_and_has_nothing_left_to_do():
 
 def test_a_failed_host_says_so_and_why():
     failure = {"task": "Wait until it serves", "message": "no progress for 600 s", "cause": {}}
-    report = make({"gpu-a": fake.facts(rollout_failure=failure, ready_results=fake.ready("stuck", code="stalled", mend="see the log"))})
+    report = make(
+        {
+            "gpu-a": fake.facts(
+                rollout_failure=failure, ready_results=fake.ready("stuck", code="stalled", mend="see the log")
+            )
+        }
+    )
     assert report["hosts"]["gpu-a"]["status"] == "failed"
     assert "see the log" in [s["summary"] for s in report["next_steps"]]
     assert any("no progress for 600 s" in s["summary"] for s in report["next_steps"])
@@ -92,7 +103,9 @@ def test_the_host_that_differs_stands_out_with_what_it_has():
 def test_the_table_keeps_its_width(width):
     hosts = fake.fleet(200)
     long = fake.remedy(summary="replace the wheel with the build for this torch, " * 6)
-    hosts["a-host-with-a-rather-long-name.rack7.dc1.example.org"] = fake.facts(fake.broken("mooncake", **fake.MISSING), fake.plan(remedies=[long]))
+    hosts["a-host-with-a-rather-long-name.rack7.dc1.example.org"] = fake.facts(
+        fake.broken("mooncake", **fake.MISSING), fake.plan(remedies=[long])
+    )
     assert max(map(len, _report.report_table(make(hosts), width).splitlines())) <= width
 
 
@@ -137,7 +150,11 @@ def unfold(text):
     return names
 
 
-@given(st.lists(st.from_regex(r"(n|gpu-|r1-)[0-9]{1,4}(\.dc[12]\.x)?", fullmatch=True), unique=True, min_size=1, max_size=30))
+@given(
+    st.lists(
+        st.from_regex(r"(n|gpu-|r1-)[0-9]{1,4}(\.dc[12]\.x)?", fullmatch=True), unique=True, min_size=1, max_size=30
+    )
+)
 def test_folding_loses_no_host(hosts):
     assert sorted(unfold(_report.fold(hosts))) == sorted(hosts)
 

@@ -37,7 +37,11 @@ def test_an_unchanged_host_is_accepted():
     [
         (("torch", "version"), "2.15.0", "torch was 2.14.1+cu130, is 2.15.0"),
         (("sglang", "version"), "0.5.24", "sglang was 0.5.23, is 0.5.24"),
-        (("backends", "mooncake", "uses", "kv_transfer", "state"), "ok", "mooncake kv_transfer was broken missing_system_lib"),
+        (
+            ("backends", "mooncake", "uses", "kv_transfer", "state"),
+            "ok",
+            "mooncake kv_transfer was broken missing_system_lib",
+        ),
         (("backends", "nixl", "distributions"), [], "nixl distributions was nixl-cu13 1.5.1, is none"),
         (("gpus", "driver"), "600", "driver was 580.95.05, is 600"),
         (("gpus", "devices"), [], "gpus was 8 x NVIDIA H200"),
@@ -65,7 +69,10 @@ def test_what_changes_while_a_host_works_is_no_change(path, value):
 def test_another_plan_is_refused_although_the_host_is_the_same():
     other = {**PLAN, "argv": [*PLAN["argv"], "--ep-size", "8"], "remedies": PLAN["remedies"][:1]}
     found = _saved_report.differences(saved(), "a", {fake.VENV: BROKEN}, {"default": other})
-    assert found == ["default: the report's remedy 'rebuild' is no longer planned", "default: the planned command line is another"]
+    assert found == [
+        "default: the report's remedy 'rebuild' is no longer planned",
+        "default: the planned command line is another",
+    ]
 
 
 @pytest.mark.parametrize(("host", "said"), [("new", "not in the report"), ("gone", "not probed")])
@@ -75,7 +82,11 @@ def test_a_host_that_the_report_did_not_see_is_refused(host, said):
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("nonsense", "not JSON"), ("[]", "not a report"), ('{"schema": 7, "hosts": {}, "plans": {}}', "has schema 7, this version reads 1")],
+    [
+        ("nonsense", "not JSON"),
+        ("[]", "not a report"),
+        ('{"schema": 7, "hosts": {}, "plans": {}}', "has schema 7, this version reads 1"),
+    ],
 )
 def test_another_file_is_told_with_the_remedy(text, said):
     with pytest.raises(_saved_report.ReportError, match=said):
@@ -120,11 +131,19 @@ def test_a_neighbour_in_the_mended_venv_is_stopped_with_it():
     assert rows["other"]["service"] is True
 
 
-@pytest.mark.parametrize("value", ["missing_system_lib, not_installed", "missing_system_lib not_installed", ["missing_system_lib", "not_installed"]])
+@pytest.mark.parametrize(
+    "value",
+    ["missing_system_lib, not_installed", "missing_system_lib not_installed", ["missing_system_lib", "not_installed"]],
+)
 def test_choices_of_surveys_and_lists(value):
-    assert _saved_report.choices(value, "v", {"missing_system_lib", "not_installed"}) == ["missing_system_lib", "not_installed"]
+    assert _saved_report.choices(value, "v", {"missing_system_lib", "not_installed"}) == [
+        "missing_system_lib",
+        "not_installed",
+    ]
 
 
 def test_a_wrong_choice_names_the_near_one():
-    with pytest.raises(ValueError, match="sglang_remediate_codes: 'not_instaled' is not known; did you mean not_installed"):
+    with pytest.raises(
+        ValueError, match="sglang_remediate_codes: 'not_instaled' is not known; did you mean not_installed"
+    ):
         _saved_report.choices("not_instaled", "sglang_remediate_codes", {"not_installed"})
