@@ -78,7 +78,7 @@ def test_runs_the_steps_in_order_and_keeps_the_log(job):
     assert [step["name"] for step in status["steps"]] == ["s0", "s1"]
     lines = _detached.log_lines(job)
     assert lines.index("one") < lines.index("two")
-    assert not _detached.is_locked(job)
+    wait_for(lambda: not _detached.is_locked(job))  # the status is written before the worker is gone
 
 
 def test_a_failing_step_ends_the_job(job):
@@ -154,7 +154,7 @@ def test_the_time_limit_ends_the_whole_tree_even_what_left_the_session(job, tmp_
     status = wait_for(lambda: finished(job))
     assert status["state"] == "timed_out"
     assert [pid for pid in pids if alive(pid)] == []
-    assert not _detached.is_locked(job)
+    wait_for(lambda: not _detached.is_locked(job))  # the status is written before the worker is gone
 
 
 def test_cancel_ends_the_whole_tree(job, tmp_path):
