@@ -80,7 +80,8 @@ class ActionModule(ActionBase):
             }
         )[1]
         hostvars = (task_vars or {})["hostvars"]
-        values, secrets = {}, set()
+        values: dict[str, Any] = {}
+        secrets: set[str] = set()
         for host in arguments["hosts"]:
             host = str(host)
             known = hostvars[host]

@@ -267,7 +267,7 @@ def _instance(
     identity = plan_id(plan)
     if identity not in plans:
         plans[identity] = {"instance": name, "seen_on": host, **{key: plan.get(key) for key in PLAN_KEYS}}
-    seen = {}
+    seen: dict[str, Any] = {}
     for probe in record["after"].values():
         seen = (probe.get("instances") or {}).get(name, {}).get("service") or seen
     ready = record["ready"].get(name)
@@ -351,8 +351,8 @@ def _next_steps(found: Mapping[str, Any], hosts: Mapping[str, Any]) -> list[dict
                 add(host, "venv", venv["code"] or venv["state"], known.mend if known else venv["message"])
         for name, plan in record["plans_after"].items():
             for rejection in _rejections(plan):
-                text = rejection.get("suggestion") or rejection.get("message")
-                add(host, "rejection", rejection.get("code"), text)
+                mend = rejection.get("suggestion") or rejection.get("message")
+                add(host, "rejection", rejection.get("code"), mend)
             for remedy in plan.get("remedies") or []:
                 add(
                     host,
@@ -448,7 +448,7 @@ def _groups(hosts: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups = []
     for name, names in sorted(members.items(), key=lambda item: (-len(item[1]), item[0])):
         found = {host: _attributes(hosts[host]) for host in names}
-        attributes = []
+        attributes: list[dict[str, Any]] = []
         for attribute in dict.fromkeys(key for own in found.values() for key in own):
             # Not having something is a value too: the one host that has it differs as much as the one that lacks it.
             values: dict[str, list[str]] = {}
@@ -668,7 +668,10 @@ def _folded(table: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 
 def report_table(found: Mapping[str, Any], width: int = 140, paint: Optional[Paint] = None) -> str:
-    """Return the report of ``records``, or a report, as text at most ``width`` (100 or more) wide. ``paint(text, state)`` colours."""
+    """Return a report, or the report of ``records``, as text of at most ``width`` (100 or more) columns.
+
+    ``paint(text, state)`` colours a cell.
+    """
     report = found if "hosts" in found and "schema" in found else document(found)
     paint = paint or (lambda text, state: text)
     table = rows(report)

@@ -1,7 +1,7 @@
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Private to this collection: apply a saved report, only where hosts are still as they were seen, and only in part (pure)."""
+"""Private to this collection: apply a saved report where hosts are still as it saw them (pure)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def seen(probes: Mapping[str, Any]) -> dict[str, str]:
         ):
             found[f"{venv} {name}"] = _text(value)
         for name, backend in (probe.get("backends") or {}).items():
-            uses = {use: item for use, item in (backend.get("uses") or {}).items()} or {"": backend}
+            uses = dict(backend.get("uses") or {}) or {"": backend}
             for use, item in uses.items():
                 key = " ".join(part for part in (venv, name, use) if part)
                 found[key] = " ".join(part for part in (_text(item.get("state")), _text(item.get("code"), "")) if part)
@@ -185,17 +185,17 @@ def _left_out(name: str, remedy: Mapping[str, Any]) -> dict[str, Any]:
     backend, code = remedy.get("backend"), remedy.get("code")
     return {
         "code": "remedy_left_out",
-        "message": f"{name} needs {backend}, whose remedy ({code}) is not chosen, and would not start after its venv is mended",
+        "message": f"{name} needs {backend}, whose remedy ({code}) is not chosen; it would not start",
         "flag": None,
         "variable": "sglang_remediate_codes",
         "value": code,
         "numbers": {},
-        "suggestion": f"add {code} to sglang_remediate_codes and {backend} to sglang_remediate_backends, or set neither",
+        "suggestion": f"choose {code} and {backend} too, or set neither sglang_remediate_codes nor _backends",
     }
 
 
 def choices(value: Any, variable: str, known: Iterable[str] = ()) -> list[str]:
-    """Return the words of a list, or of a survey's answer (``a, b``). ValueError names the variable and a wrong word."""
+    """Return the words of a list or of a survey's answer (``a, b``). ValueError names variable and word."""
     if value in (None, "", []):
         return []
     words = value.replace(",", " ").split() if isinstance(value, str) else list(value)
@@ -217,7 +217,7 @@ def apply_host(
     codes: Sequence[str] = (),
     backends: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return ``{plans, refused}``: the narrowed plans of ``host``, and a line when the saved report no longer fits it."""
+    """Return ``{plans, refused}``: the narrowed plans, and a line when the saved report no longer fits."""
     found = differences(report, host, probes, plans) if report is not None else []
     if found:
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""

@@ -13,8 +13,8 @@ description:
   - Reads what the roles kept of each host (probes before and after, plans, readiness, failures), prints a table, what to
     do next and one line of summary, and writes C(report.json) and C(report.html) to a folder of the controller.
   - The page needs nothing beside itself and can be opened from the disk. The JSON follows
-    C(docs/schemas/report.schema.json); M(gpufleet.sglang.report#module) of a later run does not read it, the playbook
-    C(remediate) does (C(sglang_apply_report)).
+    C(docs/schemas/report.schema.json), and the playbook
+    C(remediate) reads it (C(sglang_apply_report)).
   - Values of C(sglang_secrets) are replaced wherever they appear, also in log lines.
   - Runs on the controller, without a connection to any host, for all hosts at once; give it C(run_once).
 options:

@@ -109,7 +109,8 @@ def render(report: Mapping[str, Any], templates: str = TEMPLATES) -> str:
         users_of=users,
         script=Markup(script),
         style=Markup(style),
-        policy=f"default-src 'none'; base-uri 'none'; form-action 'none'; script-src {_digest(script)}; style-src {_digest(style)}",
+        policy="default-src 'none'; base-uri 'none'; form-action 'none'; "
+        f"script-src {_digest(script)}; style-src {_digest(style)}",
         data=_script_data({"hosts": hosts, "causes": mends, "tones": TONES}),
     )
 

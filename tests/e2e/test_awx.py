@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""AWX as code: the real modules of awx.awx against a server that keeps what they send, and the definitions themselves."""
+"""AWX as code.
+
+The real modules of awx.awx against a server that keeps what they send, and the definitions themselves.
+"""
 
 from __future__ import annotations
 

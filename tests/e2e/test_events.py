@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The shipped rulebook in a real ansible-rulebook: events by webhook on the loopback, a real remediate with its limit."""
+"""The shipped rulebook in a real ansible-rulebook.
+
+Events by webhook on the loopback, a real remediate with its limit.
+"""
 
 from __future__ import annotations
 

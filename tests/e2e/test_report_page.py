@@ -133,10 +133,17 @@ def test_sorting_brings_failures_up_and_says_so(opened):
 
 
 CONTRAST = """
-const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((v) => { v /= 255; return v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4; });
+const linear = (v) => v <= .03928 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4;
+const rgb = (text) => text.match(/[\\d.]+/g).slice(0, 3).map((v) => linear(v / 255));
 const light = (c) => .2126 * c[0] + .7152 * c[1] + .0722 * c[2];
-const back = (e) => { for (; e; e = e.parentElement) { const b = getComputedStyle(e).backgroundColor; if (!/, 0\\)$/.test(b)) return b; } };
-return [...document.querySelectorAll('.pill, .cause, .soft, .tile, th, td, a, button, summary')].slice(0, 1500).map((e) => {
+const back = (e) => {
+  for (; e; e = e.parentElement) {
+    const colour = getComputedStyle(e).backgroundColor;
+    if (!/, 0\\)$/.test(colour)) return colour;
+  }
+};
+const texts = [...document.querySelectorAll('.pill, .cause, .soft, .tile, th, td, a, button, summary')];
+return texts.slice(0, 1500).map((e) => {
   const [a, b] = [light(rgb(getComputedStyle(e).color)), light(rgb(back(e)))];
   return [(Math.max(a, b) + .05) / (Math.min(a, b) + .05), e.className || e.tagName];
 }).filter(([ratio]) => ratio < 4.5).map(([ratio, name]) => `${name} ${ratio.toFixed(2)}`);

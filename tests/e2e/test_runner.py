@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""The project under ansible-runner, the way AWX starts it: a copied project, extra vars as strings, events read back."""
+"""The project under ansible-runner, the way AWX starts it.
+
+A copied project, extra vars as strings, events read back.
+"""
 
 from __future__ import annotations
 

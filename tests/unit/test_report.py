@@ -38,7 +38,10 @@ def test_document_follows_its_schema_for_every_kind_of_host():
 def test_next_steps_are_one_each_and_those_that_mend_most_come_first():
     report = make(
         {
-            "a": fake.facts(fake.broken("nixl", state="absent", code="not_installed"), fake.plan(remedies=[fake.remedy("nixl", code="not_installed", summary="install nixl")])),
+            "a": fake.facts(
+                fake.broken("nixl", state="absent", code="not_installed"),
+                fake.plan(remedies=[fake.remedy("nixl", code="not_installed", summary="install nixl")]),
+            ),
             "b": fake.facts(fake.broken("mooncake", **fake.MISSING), fake.plan(remedies=[fake.remedy()])),
             "c": fake.facts(fake.broken("mooncake", **fake.MISSING), fake.plan(remedies=[fake.remedy()])),
         }
