@@ -10,8 +10,8 @@ module: report
 short_description: Show what a run found and did, and write it to files
 version_added: 0.1.0
 description:
-  - Reads what the roles kept of each host (probes before and after, plans, readiness, failures), prints a table, what to
-    do next and one line of summary, and writes C(report.json) and C(report.html) to a folder of the controller.
+  - Reads what the roles kept of each host (probes before and after, plans, readiness, failures), prints a table, what
+    to do next and one line of summary, and writes C(report.json) and C(report.html) to a folder of the controller.
   - The page needs nothing beside itself and can be opened from the disk. The JSON follows
     C(docs/schemas/report.schema.json), and the playbook
     C(remediate) reads it (C(sglang_apply_report)).
