@@ -362,7 +362,8 @@ def parse_journal(text: str) -> tuple[list[Entry], Optional[str]]:
     return entries, cursor if isinstance(cursor, str) else None
 
 
-_JOURNAL = ("journalctl", "--no-pager", "-q", "-o", "json", "--all")
+# All namespaces: a service with secrets may log into one of its own, and the manager's lines about it are elsewhere.
+_JOURNAL = ("journalctl", "--namespace=*", "--no-pager", "-q", "-o", "json", "--all")
 
 
 def read_journal(
