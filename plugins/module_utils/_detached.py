@@ -45,6 +45,13 @@ def start(job_dir: str, spec: Mapping[str, Any], python: str | None = None) -> d
     """
     os.makedirs(job_dir, mode=0o755, exist_ok=True)
     lock = _take_lock(job_dir)
+    deadline = time.monotonic() + 5
+    while lock is None and time.monotonic() < deadline:
+        # A worker that has written its result holds the lock for a moment more: that is nobody to attach to.
+        if (read_json(os.path.join(job_dir, "status.json")) or {}).get("state") not in FINAL:
+            break
+        time.sleep(0.05)
+        lock = _take_lock(job_dir)
     if lock is None:
         return {"attached": True, "holder": holder(job_dir), "ended": []}
     try:

@@ -86,6 +86,9 @@ def test_a_failing_step_ends_the_job(job):
     status = wait_for(lambda: finished(job))
     assert (status["state"], status["rc"]) == ("failed", 3)
     assert "never" not in _detached.log_lines(job)
+    # At once again: the worker may still be on its way out, and the result that it left is no run to attach to.
+    assert _detached.start(job, spec(sh("true")))["attached"] is False
+    assert wait_for(lambda: finished(job))["state"] == "succeeded"
 
 
 def test_a_program_that_is_not_there_is_a_failure_not_a_lost_worker(job):
@@ -148,7 +151,7 @@ TREE = (
 
 
 def test_the_time_limit_ends_the_whole_tree_even_what_left_the_session(job, tmp_path):
-    _detached.start(job, spec(sh(TREE.format(tmp_path)), limit=2))
+    _detached.start(job, spec(sh(TREE.format(tmp_path)), limit=8))
     wait_for(lambda: len(pids_in(tmp_path / "pids")) == 3)
     pids = pids_in(tmp_path / "pids")
     status = wait_for(lambda: finished(job))
@@ -174,6 +177,8 @@ def test_a_killed_worker_is_told_and_its_leftovers_end_before_the_next_attempt(j
     status = wait_for(lambda: finished(job))
     assert status["state"] == "lost"
     assert str(worker) in status["message"]
+    # The kernel ends the worker's own child with it; what that child had started stays.
+    wait_for(lambda: not alive(pids_in(tmp_path / "pids")[0]))
     stubborn = [pid for pid in pids_in(tmp_path / "pids") if alive(pid)]
     assert stubborn, "the leftovers must outlive the worker, or this test proves nothing"
     again = _detached.start(job, spec(sh("echo second")))
