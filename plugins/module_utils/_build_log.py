@@ -284,7 +284,15 @@ def diagnose(lines: Iterable[str], rc: int) -> dict[str, Any] | None:
                     return _finding("build_suspect", cause, number, line, text)
         return None
     fallback: dict[str, Any] | None = None
+    in_traceback = False
     for number, line in enumerate(text, 1):
+        # The frames of a traceback quote source code; what was raised stands on its last line.
+        if line.startswith("Traceback (most recent call last)"):
+            in_traceback = True
+            continue
+        if in_traceback and line.startswith((" ", "\t")):
+            continue
+        in_traceback = False
         if _CONSEQUENCE.search(line) and not _carries_cause(line):
             continue
         for cause, pattern in _ROWS:

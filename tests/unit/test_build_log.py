@@ -82,6 +82,17 @@ def test_the_earliest_error_wins_over_a_later_known_one():
     assert found is not None and found["code"] == "cuda_headers_missing"
 
 
+def test_the_source_code_that_a_traceback_quotes_is_no_error():
+    lines = [
+        "Traceback (most recent call last):",
+        '  File "/x/cpp_extension.py", line 2412, in _get_cuda_arch_flags',
+        '    raise ValueError(f"Unknown CUDA arch ({arch}) or GPU not supported")',
+        "ValueError: Unknown CUDA arch (13.7) or GPU not supported",
+    ]
+    found = log.diagnose(lines, 1)
+    assert found is not None and (found["code"], found["line"]) == ("arch_unsupported_by_toolkit", 4)
+
+
 def test_a_linker_says_what_it_lacks_before_it_gives_up():
     lines = [
         "/usr/bin/ld: cannot find -lcuda",
