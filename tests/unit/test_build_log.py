@@ -154,3 +154,20 @@ def test_any_log_gives_a_cause_exactly_when_it_failed(lines, rc):
     found = log.diagnose(lines, rc)
     assert (found is not None) or rc == 0
     json.dumps([found, log.progress(lines)])
+
+
+@pytest.mark.parametrize("name, code", [
+    ("cccl", "cccl_headers_not_on_host_path"),
+    ("cusparse", "cuda_headers_missing"),
+    ("mlx5dv", "rdma_headers_missing"),
+    ("nccl", "nccl_library_not_found"),
+    ("libcuda", "libcuda_stub_not_found"),
+    ("nvshmem", "nvshmem_library_not_found"),
+    ("arch", "arch_unsupported_by_toolkit"),
+    ("compile", "compile_error"),
+    ("nvlink", "nvlink_error"),
+])  # fmt: skip
+def test_logs_of_builds_that_really_failed(name, code):
+    """Made by tests/integration/test_deepep_build.py with nvcc 13.0 and torch 2.14.1; lines are cut at 500 characters."""
+    found = log.diagnose((LOGS / f"real_{name}.log").read_text().splitlines(), 1)
+    assert found is not None and found["code"] == code, found
