@@ -168,6 +168,6 @@ def test_any_log_gives_a_cause_exactly_when_it_failed(lines, rc):
     ("nvlink", "nvlink_error"),
 ])  # fmt: skip
 def test_logs_of_builds_that_really_failed(name, code):
-    """Made by tests/integration/test_deepep_build.py with nvcc 13.0 and torch 2.14.1; lines are cut at 500 characters."""
+    """Made by tests/integration/test_deepep_build.py with nvcc 13.0 and torch 2.14.1; long lines are cut."""
     found = log.diagnose((LOGS / f"real_{name}.log").read_text().splitlines(), 1)
     assert found is not None and found["code"] == code, found
