@@ -26,8 +26,8 @@ def variables_page() -> str:
         "<!-- Made by docs/tools/make_reference.py from plugins/module_utils/_intents.py; do not edit. -->",
         "# Inventory variables",
         "",
-        "The flat variables describe one instance named `default`, or the defaults of every entry of `sglang_instances`,",
-        "where the same keys stand without the prefix. Variables marked *host* hold for the host or the run.",
+        "The flat variables describe one instance named `default`, or the defaults of every entry of",
+        "`sglang_instances`, where the same keys stand without the prefix. Variables marked *host* hold for the host or the run.",
         "Values of `-e` and AWX surveys may be strings: they are turned into the type.",
         "",
         "| variable | type | default | scope | meaning |",
@@ -67,7 +67,9 @@ def fields(entries: dict, depth: int = 0) -> list[str]:
             kind += ": " + ", ".join(map(str, about["choices"]))
         flag = " **required**" if about.get("required") else ""
         default = f" (default `{about['default']}`)" if about.get("default") is not None else ""
-        rows.append(f"| {'&nbsp;' * 4 * depth}`{name}` | {kind} | {sentence(about.get('description'))}{flag}{default} |")
+        rows.append(
+            f"| {'&nbsp;' * 4 * depth}`{name}` | {kind} | {sentence(about.get('description'))}{flag}{default} |"
+        )
         rows += fields(about.get("suboptions") or about.get("contains") or {}, depth + 1)
     return rows
 
@@ -78,7 +80,14 @@ def modules_page() -> str:
     for path in sorted((ROOT / "plugins/modules").glob("*.py")):
         docs = yaml.safe_load(constant(path, "DOCUMENTATION"))
         returns = yaml.safe_load(constant(path, "RETURN")) or {}
-        lines += [f"## {path.stem}", "", sentence(docs["short_description"]) + ".", "", sentence(docs["description"]), ""]
+        lines += [
+            f"## {path.stem}",
+            "",
+            sentence(docs["short_description"]) + ".",
+            "",
+            sentence(docs["description"]),
+            "",
+        ]
         lines += ["| option | type | meaning |", "|---|---|---|", *fields(docs.get("options") or {}), ""]
         lines += ["| returned | type | meaning |", "|---|---|---|", *fields(returns), ""]
         example = constant(path, "EXAMPLES").strip()

@@ -54,7 +54,11 @@ def probe_calls(intents: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _wanted(intents: Mapping[str, Any], instance: Mapping[str, Any]) -> dict[str, list[str]]:
     wanted = {name: list(uses) for name, uses in (intents.get("backends") or {}).items()}
-    for key, use in (("moe_a2a_backend", "a2a"), ("kv_transfer_backend", "kv_transfer"), ("elastic_ep_backend", "elastic_ep")):
+    for key, use in (
+        ("moe_a2a_backend", "a2a"),
+        ("kv_transfer_backend", "kv_transfer"),
+        ("elastic_ep_backend", "elastic_ep"),
+    ):
         value = instance.get(key)
         for name in [value] if isinstance(value, str) else list(value or []):
             backend = {"deepep": "deep_ep"}.get(name, name)
@@ -66,7 +70,7 @@ def _wanted(intents: Mapping[str, Any], instance: Mapping[str, Any]) -> dict[str
 
 
 def collect_probes(results: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``{venv: probe}`` from the results of the calls; ``probe.instances.<name>`` holds what is an instance's own."""
+    """Return ``{venv: probe}`` from the results; ``probe.instances.<name>`` holds what is an instance's own."""
     probes: dict[str, Any] = {}
     for call, result in zip(probe_calls(intents), results):
         probe = result.get("probe") or {}
@@ -94,10 +98,13 @@ def instance_probe(probes: Mapping[str, Any], intents: Mapping[str, Any], name: 
     return probe
 
 
-def host_work(plans: Mapping[str, Any], previews: Iterable[Mapping[str, Any]], probes: Mapping[str, Any]) -> dict[str, Any]:
+def host_work(
+    plans: Mapping[str, Any], previews: Iterable[Mapping[str, Any]], probes: Mapping[str, Any]
+) -> dict[str, Any]:
     """Say what a host still needs, from its plans and the dry run of its units.
 
-    Returns ``{needed, remedies: {venv: [remedy]}, stop: [instance], start: [instance], changes: {instance: [difference]}}``.
+    Returns ``{needed, remedies: {venv: [remedy]}, stop: [instance], start: [instance],
+    changes: {instance: [difference]}}``.
     An instance is stopped only when packages of its venv change; a changed unit is swapped and restarted in one step.
     """
     remedies = required_remedies(plans)
@@ -145,8 +152,6 @@ def _is_running(probes: Mapping[str, Any], venv: str, instance: str) -> bool:
     return service.get("state") in ("active", "activating", "reloading", "deactivating")
 
 
-
-
 def plan_names(intents: Mapping[str, Any]) -> list[str]:
     """Return the instances to plan; a host that only wants backends gets one plan without a service, ``default``."""
     names = list(intents.get("instances") or {})
@@ -173,15 +178,18 @@ def unmended(assumed: Mapping[str, Any], fresh: Mapping[str, Any]) -> list[str]:
             key = (remedy["backend"], remedy.get("use"))
             if remedy.get("required") and key in before:
                 problems.append(
-                    f"{name}: {remedy['backend']} is still {remedy.get('state')} ({remedy.get('code')}) after its remedy; "
+                    f"{name}: {remedy['backend']} is still {remedy.get('state')} ({remedy.get('code')}) "
+                    "after its remedy; "
                     f"next: {remedy.get('summary')}"
                 )
-        problems.extend(f"{name}: {rejection['code']}: {rejection['message']}" for rejection in plan.get("rejections", []))
+        problems.extend(
+            f"{name}: {rejection['code']}: {rejection['message']}" for rejection in plan.get("rejections", [])
+        )
     return problems
 
 
 def failure(result: Mapping[str, Any], task: str) -> dict[str, Any]:
-    """Return ``{task, message, cause}`` of a failed task's result, looking into a loop's items for the first that failed."""
+    """Return ``{task, message, cause}`` of a failed task's result; of a loop, of its first item that failed."""
     for item in result.get("results") or []:
         if item.get("failed"):
             result = item
@@ -194,12 +202,17 @@ def secrets_by_instance(instances: Iterable[str], variables: Mapping[str, Any]) 
     shared = {str(name): str(value) for name, value in (variables.get("sglang_secrets") or {}).items()}
     entries = variables.get("sglang_instances") or {}
     return {
-        instance: {**shared, **{str(k): str(v) for k, v in ((entries.get(instance) or {}).get("secrets") or {}).items()}}
+        instance: {
+            **shared,
+            **{str(k): str(v) for k, v in ((entries.get(instance) or {}).get("secrets") or {}).items()},
+        }
         for instance in instances
     }
 
 
-def to_roll_back(services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]) -> list[str]:
+def to_roll_back(
+    services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]
+) -> list[str]:
     """Return the instances of ``host`` that were started and of which this host or another member failed."""
     back = []
     for name, plan in services.items():
@@ -211,7 +224,9 @@ def to_roll_back(services: Mapping[str, Any], work: Mapping[str, Any], host: str
     return back
 
 
-def ready_targets(plans: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
+def ready_targets(
+    plans: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return what ``service_ready`` needs to know of each instance, ``{instance: its options}``.
 
     The argv is the unit's where there is one, since it also names the file that secrets are handed over in.
@@ -238,8 +253,10 @@ def ready_targets(plans: Mapping[str, Any], units: Iterable[Mapping[str, Any]], 
     return targets
 
 
-def restored_targets(services: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the targets of the instances that went back to a revision; their argv is that revision's, not the plan's."""
+def restored_targets(
+    services: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the targets of the instances that went back; their argv is that revision's, not the plan's."""
     back = {unit["instance"]: unit for unit in units if unit.get("instance") and unit.get("current")}
     targets = ready_targets({name: plan for name, plan in services.items() if name in back}, back.values(), intents)
     for name, target in targets.items():

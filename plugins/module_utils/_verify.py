@@ -197,7 +197,7 @@ def verdict(
 def verdicts(
     plans: Mapping[str, Any], results: Iterable[Mapping[str, Any]], units: Iterable[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return ``{instance: verdict}`` from what ``service_ready`` (mode verify) and the dry run of ``service_unit`` told.
+    """Return ``{instance: verdict}`` from what ``service_ready`` (verify) and the dry run of ``service_unit`` told.
 
     A verdict also has ``cause`` (of ``service_ready``), and a drift of the kind ``unit`` when the unit on the host, its
     environment or the libraries it runs on are not those of the plan.

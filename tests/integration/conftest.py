@@ -38,19 +38,30 @@ class Fleet(NamedTuple):
     def play(self, playbook: str, *arguments: str, inventory: Path | None = None, **env: str) -> Any:
         """Run a playbook of the collection; returns the finished process with its output as text."""
         return subprocess.run(
-            [str(Path(sys.executable).with_name("ansible-playbook")), "-i", str(inventory or self.inventory), f"gpufleet.sglang.{playbook}", *arguments],
+            [
+                str(Path(sys.executable).with_name("ansible-playbook")),
+                "-i",
+                str(inventory or self.inventory),
+                f"gpufleet.sglang.{playbook}",
+                *arguments,
+            ],
             capture_output=True,
             text=True,
             timeout=900,
             check=False,
             cwd=ROOT,
-            env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"), "ANSIBLE_FORCE_COLOR": "0", **env},
+            env={
+                **os.environ,
+                "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"),
+                "ANSIBLE_FORCE_COLOR": "0",
+                **env,
+            },
         )
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Callable[..., Fleet]]:
-    """``fleet(prefix, spec, …)`` makes hosts as tests/hosts/hosts.py takes them; they go with the module's last test."""
+    """``fleet(prefix, spec, …)`` makes hosts as hosts.py takes them; they go with the module's last test."""
     made: list[str] = []
 
     def make(prefix: str, *specs: str, backend: str = "podman") -> Fleet:

@@ -25,7 +25,10 @@ CASES = {
     "file-as-venv": ({"sglang_venv": "/etc/hostname"}, ["sglang_venv", "/etc/hostname"]),
     "no-model": ({"sglang_model_path": "/models/nothing-here"}, ["sglang_model_path", "/models/nothing-here"]),
     "misspelt": ({"sglang_prot": 30001}, ["sglang_prot", "sglang_port"]),
-    "unknown-flag": ({"sglang_flags": {**CPU, "max_runing_requests": 8}}, ["max-runing-requests", "sglang_flags", "--max-running-requests"]),
+    "unknown-flag": (
+        {"sglang_flags": {**CPU, "max_runing_requests": 8}},
+        ["max-runing-requests", "sglang_flags", "--max-running-requests"],
+    ),
     "bad-choice": ({"sglang_flags": {**CPU, "load_format": "dumy"}}, ["load", "dumy", "dummy"]),
     "port-range": ({"sglang_port": 70000}, ["sglang_port", "70000"]),
     "unreadable-venv": ({"sglang_venv": "/srv/private/venv"}, ["/srv/private", "sglang"]),
@@ -35,7 +38,9 @@ CASES = {
 @pytest.fixture(scope="module")
 def refused(fleet):
     hosts = fleet("bad", "target:ops:models:env=sglang")
-    hosts.shell("target", "mkdir -p /srv/private && python3 -m venv --without-pip /srv/private/venv && chmod 700 /srv/private")
+    hosts.shell(
+        "target", "mkdir -p /srv/private && python3 -m venv --without-pip /srv/private/venv && chmod 700 /srv/private"
+    )
     inventory = yaml.safe_load(hosts.inventory.read_text())
     target = inventory["sglang"]["hosts"].pop("target")
     for alias, (wrong, _words) in CASES.items():
@@ -62,5 +67,6 @@ def test_each_fault_is_told_with_host_variable_value_and_remedy(refused, alias):
 
 def test_nothing_is_written(refused):
     hosts, _done = refused
-    written = "ls -d /etc/systemd/system/sglang-* /etc/gpufleet-sglang /var/lib/gpufleet-sglang 2>/dev/null; getent passwd sglang"
+    places = "/etc/systemd/system/sglang-* /etc/gpufleet-sglang /var/lib/gpufleet-sglang"
+    written = f"ls -d {places} 2>/dev/null; getent passwd sglang"
     assert hosts.shell("target", written, check=False) == ""
