@@ -12,9 +12,10 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _flags,
     _intents,
     _plan_backends,
+    _plan_constraints,
+    _plan_gpus,
     _plan_sizes,
     _rules,
-    _versions,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
@@ -72,12 +73,14 @@ def _plan_service(draft: Draft, wanted: Mapping[str, Sequence[str]], usable: boo
     intent = draft.intent
     _check_definitions(draft)
     _check_model_path(draft)
-    _check_gpus(draft)
-    _check_arch_flags(draft)
+    _plan_gpus.check_gpus(draft)
+    _plan_gpus.check_arch(draft)
+    _plan_constraints.check_bounds(draft)
     if usable:
         _check_fatal_backends(draft)
     sizes = _plan_sizes.choose_sizes(draft, _plan_sizes.eplb_wanted(draft))
-    _tell_fabric(draft, sizes)
+    _plan_gpus.tell_fabric(draft, sizes)
+    _plan_gpus.check_memory(draft, sizes)
     a2a = _plan_backends.choose_a2a(draft, sizes)
     row = _rules.A2A_BACKENDS.get(a2a)
     ep = sizes.tp if row is not None and row.sets_ep else sizes.ep
@@ -122,6 +125,7 @@ def _plan_service(draft: Draft, wanted: Mapping[str, Sequence[str]], usable: boo
             numbers={"pp_size": sizes.pp},
             suggestion="tp instead of pp, or no elastic EP",
         )
+    _plan_constraints.check_constraints(_plan_constraints.View(draft, sizes, ep, a2a, role, elastic))
     argv, unit = _command(draft, sizes, ep, a2a, role, kv, elastic, extra)
     _environment(draft)
     mode = draft.flag("deepep_mode") or extra.get("deepep_mode")
@@ -321,132 +325,6 @@ def _check_model_path(draft: Draft) -> None:
             variable="sglang_model_path",
             value=path,
         )
-
-
-def _check_gpus(draft: Draft) -> None:
-    gpus = draft.probe.get("gpus")
-    if draft.on_cpu:
-        return
-    torch = draft.probe.get("torch") or {}
-    if torch.get("version") and not torch.get("cuda") and not torch.get("hip") and not draft.flag("device"):
-        draft.reject(
-            "torch_is_cpu_build",
-            f"torch {torch['version']} of the venv is a CPU build",
-            flag="--device",
-            variable="sglang_flags.device",
-            value=None,
-            suggestion="sglang_flags: {device: cpu}, or a CUDA build of torch",
-        )
-    if gpus is None:
-        return
-    state = gpus.get("state")
-    if state != "ok":
-        draft.reject(
-            "gpu_absent" if state == "absent" else f"gpu_{state}",
-            f"no usable GPU: {gpus.get('message') or state}",
-            variable="sglang_gpus",
-            value=draft.intent.get("gpus"),
-            suggestion="mend the driver, or sglang_flags: {device: cpu}",
-        )
-        return
-    devices = gpus.get("devices") or []
-    there = {gpu.get("index") for gpu in devices}
-    indexes = draft.gpu_indexes()
-    missing = [index for index in indexes or [] if index not in there]
-    if missing:
-        draft.reject(
-            "gpu_index_unknown",
-            f"GPU {', '.join(map(str, missing))} is not there; the host has {len(devices)}",
-            variable="sglang_gpus",
-            value=indexes,
-            numbers={"gpus": len(devices)},
-            suggestion=f"indexes from 0 to {len(devices) - 1}",
-        )
-    lost = [gpu.get("index") for gpu in devices if gpu.get("lost") and (indexes is None or gpu.get("index") in indexes)]
-    if lost:
-        draft.reject(
-            "gpu_lost",
-            f"GPU {', '.join(map(str, lost))} fell off the bus",
-            variable="sglang_gpus",
-            value=lost,
-            suggestion="reset or repair it, or leave it out with sglang_gpus",
-        )
-    mig = [gpu.get("index") for gpu in draft.gpus() if gpu.get("mig")]
-    if mig and len(draft.gpus()) > 1:
-        draft.reject(
-            "gpu_in_mig_mode",
-            f"GPU {', '.join(map(str, mig))} is in MIG mode: its slices cannot work together",
-            variable="sglang_gpus",
-            value=mig,
-            suggestion="turn MIG off, or one instance a slice",
-        )
-    names = {gpu.get("name") for gpu in draft.gpus()}
-    if len(names) > 1:
-        draft.warn(
-            "gpus_mixed",
-            f"different GPUs in one instance: {', '.join(sorted(map(str, names)))}",
-            variable="sglang_gpus",
-        )
-    fabric = draft.fabric()
-    if fabric["class"] == "degraded_nvlink":
-        bad = ", ".join(str(gpu) for gpu in fabric["bad_gpus"])
-        draft.warn(
-            "nvlink_degraded", f"GPU {bad} is outside of NVLink: repair or leave it out", value=fabric["bad_gpus"]
-        )
-
-
-def _tell_fabric(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
-    fabric = draft.fabric()
-    if len(draft.gpus()) < 2 or fabric["class"] == "unknown":
-        return
-    groups = [group for group in fabric.get("numa_groups") or [] if group]
-    text = {
-        "nvlink_full": "all GPUs reach each other over NVLink",
-        "nvlink_pairs": "NVLink joins pairs only, the rest is PCIe",
-        "degraded_nvlink": f"GPU {', '.join(map(str, fabric['bad_gpus']))} is outside of NVLink",
-        "pcie_only": "the GPUs reach each other over PCIe only",
-    }.get(fabric["class"], fabric["class"])
-    if fabric["class"] != "nvlink_full" and len(groups) > 1:
-        text += f", in {len(groups)} NUMA groups of {', '.join(str(len(group)) for group in groups)}"
-        if sizes.tp > max(len(group) for group in groups):
-            text += (
-                f"; tp {sizes.tp} crosses the sockets, tp{max(len(group) for group in groups)}pp{len(groups)} would not"
-            )
-    draft.decide("fabric", fabric["class"], text, {"numa_groups": groups, "bad_gpus": list(fabric["bad_gpus"])})
-
-
-def _check_arch_flags(draft: Draft) -> None:
-    archs = draft.archs()
-    for rule in _rules.ARCH_RULES:
-        wrong = [arch for arch in archs if arch not in rule.archs]
-        applies = _versions.within(draft.sglang_version, rule.sglang)
-        if not wrong or applies is False:
-            continue
-        for key in rule.flags:
-            value = draft.flag(key)
-            if value not in rule.values:
-                continue
-            flag = draft.catalogue.flag(key)
-            if applies is None:
-                draft.warn(
-                    "flag_on_arch_unknown",
-                    f"whether this SGLang takes {flag}={value} on {', '.join(wrong)} is not known",
-                    flag=flag,
-                    value=value,
-                    source=rule.source,
-                )
-                continue
-            draft.reject(
-                "flag_not_supported_on_arch",
-                f"{flag}={value} has kernels for {', '.join(rule.archs)}, and the GPUs are {', '.join(wrong)}",
-                flag=flag,
-                variable="sglang_flags",
-                value=value,
-                suggestion=f"{flag} {rule.instead}",
-                arch=", ".join(wrong),
-                items=[f"{flag}={value}"],
-                source=rule.source,
-            )
 
 
 def _check_fatal_backends(draft: Draft) -> None:
@@ -658,16 +536,37 @@ def _environment(draft: Draft) -> None:
         draft.env["SGLANG_USE_CPU_ENGINE"] = "1"
         draft.decide("SGLANG_USE_CPU_ENGINE", "1", "the device is cpu")
         return
+    _cuda_home(draft)
+
+
+_FATAL_CUDA_HOME = ("cuda_home_is_a_path_list", "cuda_home_relative", "cuda_home_absent")
+
+
+def _cuda_home(draft: Draft) -> None:
     toolkits = draft.probe.get("toolkits") or {}
     given = draft.user_env.get("CUDA_HOME")
-    if given is not None and ":" in given:
-        draft.reject(
-            "cuda_home_is_a_list",
-            f"CUDA_HOME is {given}, and must be one folder",
-            variable="sglang_env_vars.CUDA_HOME",
-            value=given,
-            suggestion=toolkits.get("best") or given.split(":")[0],
-        )
-    elif given is None and toolkits.get("best"):
-        draft.env["CUDA_HOME"] = str(toolkits["best"])
-        draft.decide("CUDA_HOME", toolkits["best"], "the toolkit that fits torch, for kernels compiled at run time")
+    seen = toolkits.get("cuda_home") or {}
+    if given is None:
+        if toolkits.get("best"):
+            draft.env["CUDA_HOME"] = str(toolkits["best"])
+            draft.decide("CUDA_HOME", toolkits["best"], "the toolkit that fits torch, for kernels compiled at run time")
+        return
+    if seen.get("value") != given:
+        # The probe looked at another one: what the text alone tells.
+        seen = {}
+        if ":" in given:
+            seen = {"problem": _FATAL_CUDA_HOME[0], "message": f"CUDA_HOME is {given!r}: it must be one folder."}
+        elif not given.startswith("/"):
+            seen = {"problem": _FATAL_CUDA_HOME[1], "message": f"CUDA_HOME is {given!r}: it must be an absolute path."}
+    problem = seen.get("problem")
+    if not problem:
+        return
+    suggestion = seen.get("suggestion") or toolkits.get("best") or given.split(":")[0]
+    tell = draft.reject if problem in _FATAL_CUDA_HOME else draft.warn
+    tell(
+        str(problem),
+        str(seen.get("message") or problem).rstrip("."),
+        variable="sglang_env_vars.CUDA_HOME",
+        value=given,
+        suggestion=suggestion,
+    )

@@ -147,7 +147,7 @@ def _wanted(draft: Draft, total: int, known: bool) -> dict[str, int]:
                 variable="sglang_parallelism",
                 value=named,
                 numbers={"ep_size": ep, "gpus": per_replica},
-                suggestion="ep" + str(_largest_divisor(per_replica, ep)),
+                suggestion="ep" + str(largest_divisor(per_replica, ep)),
             )
             sizes["tp_size"] = ep
         else:
@@ -159,7 +159,7 @@ def _wanted(draft: Draft, total: int, known: bool) -> dict[str, int]:
     return sizes
 
 
-def _largest_divisor(number: int, limit: int) -> int:
+def largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
 
 
@@ -277,7 +277,7 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
             flag="--attn-dp-size" if draft.catalogue.has("attn_dp_size") else "--dp-size",
             value=sizes.attn_dp,
             numbers={"tp_size": tp, "attn_dp_size": sizes.attn_dp},
-            suggestion=f"{_largest_divisor(tp, sizes.attn_dp)}",
+            suggestion=f"{largest_divisor(tp, sizes.attn_dp)}",
         )
     if ep > tp or tp % ep:
         draft.reject(
@@ -287,7 +287,7 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
             variable="sglang_parallelism",
             value=ep,
             numbers={"ep_size": ep, "tp_size": tp},
-            suggestion=f"ep{_largest_divisor(tp, ep)}",
+            suggestion=f"ep{largest_divisor(tp, ep)}",
         )
     _check_model(draft, sizes, ep)
     _check_experts(draft, sizes, ep, a2a)
@@ -363,7 +363,7 @@ def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
                 variable="sglang_parallelism",
                 value=ranks,
                 numbers={key: size, "ranks": ranks, "remainder": size % ranks},
-                suggestion=f"{'ep' if key.startswith('moe') else 'tp'}{_largest_divisor(size, ranks)}",
+                suggestion=f"{'ep' if key.startswith('moe') else 'tp'}{largest_divisor(size, ranks)}",
             )
             continue
         _check_block(draft, key, size, ranks, sizes)
@@ -421,7 +421,7 @@ def _check_experts(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
             },
             suggestion=f"--ep-num-redundant-experts {more}"
             if redundant or eplb
-            else f"ep{_largest_divisor(experts, ep)}",
+            else f"ep{largest_divisor(experts, ep)}",
         )
     if not eplb:
         return

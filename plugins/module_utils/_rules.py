@@ -152,72 +152,129 @@ _ATTENTION = (
     "speculative_draft_attention_backend",
 )
 _RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
+_SM100 = ("sm_100", "sm_103")
+_BLACKWELL = (*_SM100, "sm_110", "sm_120", "sm_121")
+_MHA_DECODE = ("sm_90", *_SM100, "sm_120", "sm_121")
+_GEMM8 = ("fp8_gemm_runner_backend", "fp8_gemm_backend")
+_GEMM4 = ("fp4_gemm_runner_backend", "fp4_gemm_backend")
+_MLA_OTHER = "flashinfer or triton"
+_PREFILL = ("attention_backend", "prefill_attention_backend", "speculative_draft_attention_backend")
 ARCH_RULES = (
+    ArchRule(_ATTENTION, ("trtllm_mla", "cutlass_mla"), _SM100, "", _MLA_OTHER, "sglang#24047, sglang#30272"),
+    ArchRule(_ATTENTION, ("cutedsl_mla",), _SM100, "", _MLA_OTHER, "check in the wheels of 0.5.13 to 0.5.23"),
+    ArchRule(_PREFILL, ("trtllm_mha",), _SM100, "<0.5.19", _MLA_OTHER, "check in the wheels of 0.5.4 to 0.5.18"),
     ArchRule(
-        _ATTENTION,
-        ("trtllm_mla", "cutlass_mla"),
-        ("sm_100", "sm_103"),
-        "",
-        "flashinfer or triton",
-        "sglang#24047, sglang#30272",
-    ),
-    ArchRule(
-        _ATTENTION,
+        ("decode_attention_backend",),
         ("trtllm_mha",),
-        ("sm_100", "sm_103"),
-        "<0.5.15.post1",
-        "flashinfer or triton",
-        "sglang#24047; SGLang 0.5.23 takes SM90 and SM120 too",
+        _SM100,
+        "<0.5.10",
+        _MLA_OTHER,
+        "check in the wheels of 0.5.4 to 0.5.9",
     ),
+    ArchRule(
+        ("decode_attention_backend",),
+        ("trtllm_mha",),
+        _MHA_DECODE,
+        ">=0.5.10",
+        _MLA_OTHER,
+        "check in the wheels of 0.5.10 to 0.5.23",
+    ),
+    ArchRule(_PREFILL, ("trtllm_mha",), _MHA_DECODE, ">=0.5.19", _MLA_OTHER, "check in the wheels of 0.5.19 to 0.5.23"),
     ArchRule(
         _ATTENTION,
         ("fa3",),
         ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90"),
         "",
-        "flashinfer or triton",
-        "FlashAttention 3 has no SM100 and SM120 kernels",
+        _MLA_OTHER,
+        "FlashAttention 3 has no SM100 and SM120 kernels; assertion in SGLang's registry of backends",
     ),
-    ArchRule(
-        _ATTENTION,
-        ("flashmla",),
-        ("sm_90", "sm_100", "sm_103"),
-        "",
-        "flashinfer or triton",
-        "FlashMLA's kernels are SM90 and SM100",
-    ),
+    ArchRule(_ATTENTION, ("flashmla",), ("sm_90", *_SM100), "", _MLA_OTHER, "FlashMLA's kernels are SM90 and SM100"),
     ArchRule(
         _RUNNERS,
         ("flashinfer_trtllm", "flashinfer_trtllm_routed", "experimental_sgl_trtllm"),
-        ("sm_100", "sm_103"),
+        _SM100,
         "",
         "auto, triton or flashinfer_cutlass",
         "sglang#24047, sglang#30272",
     ),
+    ArchRule(_RUNNERS, ("flashinfer_cutedsl", "flashinfer_megamoe"), _SM100, "", "auto", "SM100 kernels of FlashInfer"),
+    ArchRule(_RUNNERS, ("megamoe",), ("sm_90", *_SM100), "", "auto", "check in the wheel of 0.5.23 (mega_moe_hook)"),
     ArchRule(
         _RUNNERS,
         ("deep_gemm",),
-        ("sm_90", "sm_100", "sm_103"),
+        ("sm_90", *_SM100),
         "",
         "auto, triton or cutlass",
         "DeepGEMM has SM90 and SM100 kernels",
     ),
+    ArchRule(_GEMM8, ("flashinfer_trtllm",), _SM100, "", "auto", "sglang#30272; wheels of 0.5.12 to 0.5.23"),
+    ArchRule(_GEMM8, ("flashinfer_cutlass",), _BLACKWELL, "", "auto", "wheels of 0.5.12 to 0.5.23"),
+    ArchRule(_GEMM8, ("flashinfer_deepgemm",), ("sm_90",), "", "auto", "wheels of 0.5.9 to 0.5.23"),
+    ArchRule(_GEMM8, ("cutlass",), ("sm_120", "sm_121"), ">=0.5.16", "auto", "wheels of 0.5.16 to 0.5.23"),
+    ArchRule(_GEMM8, ("deep_gemm",), ("sm_90", *_SM100), "", "auto", "DeepGEMM has SM90 and SM100 kernels"),
     ArchRule(
-        ("fp8_gemm_runner_backend", "fp8_gemm_backend"),
-        ("flashinfer_trtllm",),
-        ("sm_100", "sm_103"),
+        _GEMM4,
+        ("flashinfer_trtllm", "flashinfer_cutedsl"),
+        _SM100,
         "",
         "auto",
-        "sglang#30272",
+        "FlashInfer's FP4 kernels of these kinds are SM100",
     ),
     ArchRule(
-        ("fp8_gemm_runner_backend", "fp8_gemm_backend"),
-        ("deep_gemm",),
-        ("sm_90", "sm_100", "sm_103"),
+        ("kv_cache_dtype",),
+        ("nvfp4",),
+        (*_SM100, "sm_120", "sm_121"),
         "",
-        "auto",
-        "DeepGEMM has SM90 and SM100 kernels",
+        "fp8_e4m3 or auto",
+        "check in the wheels of 0.5.16 to 0.5.23",
+    ),
+    ArchRule(
+        ("kv_cache_dtype",), ("mxfp8",), _BLACKWELL, "", "fp8_e4m3 or auto", "check in the wheels of 0.5.16 to 0.5.23"
     ),
 )
+
+
+class MinCapability(NamedTuple):
+    """The smallest compute capability (times ten) for which SGLang loads a quantisation method."""
+
+    method: str
+    minimum: int
+    sglang: str
+
+
+MIN_CAPABILITY = (
+    MinCapability("fp8", 80, ""),
+    MinCapability("mxfp8", 100, ""),
+    MinCapability("modelopt", 89, ""),
+    MinCapability("modelopt_fp8", 89, ""),
+    MinCapability("modelopt_fp4", 100, "<0.5.13"),
+    MinCapability("modelopt_fp4", 80, ">=0.5.13"),
+    MinCapability("modelopt_mixed", 100, "<0.5.13"),
+    MinCapability("modelopt_mixed", 80, ">=0.5.13"),
+    MinCapability("nvfp4_online", 100, ""),
+    MinCapability("w8a8_fp8", 89, ""),
+    MinCapability("w4afp8", 90, ""),
+    MinCapability("mxfp4", 80, "<0.5.18"),
+    MinCapability("fbgemm_fp8", 80, ""),
+    MinCapability("petit_nvfp4", 90, ""),
+    MinCapability("gptq_marlin", 80, ""),
+    MinCapability("awq_marlin", 80, ""),
+    MinCapability("marlin", 80, ""),
+    MinCapability("qoq", 80, ""),
+    MinCapability("blockwise_int8", 80, ""),
+    MinCapability("awq", 75, ""),
+    MinCapability("w8a8_int8", 75, ""),
+    MinCapability("humming", 75, ""),
+    MinCapability("auto-round-int8", 75, ""),
+    MinCapability("bitsandbytes", 70, ""),
+    MinCapability("compressed-tensors", 70, ""),
+    MinCapability("moe_wna16", 70, ""),
+    MinCapability("quark", 70, ""),
+    MinCapability("gptq", 60, ""),
+)
+MIN_CAPABILITY_SOURCE = "get_min_capability of the quantisation methods in the wheels of 0.4.9 to 0.5.23"
+# Only these families have them: nvfp4_online is refused on SM120 although its capability is large enough.
+ONLY_ON = {"nvfp4_online": _SM100}
 
 
 class Rename(NamedTuple):
@@ -235,9 +292,7 @@ class Rename(NamedTuple):
 RENAMES = (
     Rename("enable_deepep_moe", ">=0.5.3", {"moe_a2a_backend": "deepep"}, "sglang#10770, sglang#8658"),
     Rename("enable_ep_moe", ">=0.5.3", {"ep_size": "<tp_size>"}, "sglang#10770, sglang#8658"),
-    Rename(
-        "enable_dp_attention", ">=0.5.23", {"attn_dp_size": "<dp_size>"}, "deprecated in SGLang 0.5.23's definitions"
-    ),
+    Rename("enable_dp_attention", ">=0.5.22", {"attn_dp_size": "<dp_size>"}, "deprecated in the definitions of 0.5.22"),
     Rename(
         "cuda_graph_max_bs",
         ">=0.5.15",
@@ -310,6 +365,16 @@ RENAMES = (
         "SGLang 0.5.15.post1 deprecates it",
     ),
 )
+# Flags that went away without one that means the same: what to write instead.
+REMOVED = {
+    "warmup": "warmup_mode: request, or warmup_mode: off",
+    "disaggregation_decode_tp": "remove it: the decode instance tells its size itself",
+    "disaggregation_decode_dp": "remove it: the decode instance tells its size itself",
+    "enable_flashinfer_moe": "moe_runner_backend: flashinfer_cutlass",
+    "enable_flashinfer_cutlass_moe": "moe_runner_backend: flashinfer_cutlass",
+    "enable_flashinfer_trtllm_moe": "moe_runner_backend: flashinfer_trtllm",
+    "enable_triton_kernel_moe": "moe_runner_backend: triton_kernel",
+}
 # Written without their ending by everybody; argparse takes some of them as abbreviations, and calls others ambiguous.
 SHORTHANDS = {"tp": "tp_size", "dp": "dp_size", "ep": "ep_size"}
 

@@ -546,8 +546,14 @@ def test_ranks_of_an_instance_over_hosts() -> None:
         ({"model": {"state": "unreadable"}}, "model_unreadable", "sglang_model_path"),
         ({"model": {"state": "absent", "code": "model_config_absent"}}, "model_config_absent", "sglang_model_path"),
         ({"model": {"weights": "missing"}}, "model_weights_missing", "sglang_model_path"),
-        ({"gpus": {"state": "absent", "devices": []}}, "gpu_absent", "sglang_gpus"),
-        ({"gpus": {"state": "timeout", "devices": []}}, "gpu_timeout", "sglang_gpus"),
+        ({"gpus": {"state": "absent", "devices": []}}, "no_devices", "sglang_gpus"),
+        ({"gpus": {"state": "absent", "code": "nvidia_smi_absent", "devices": []}}, "nvidia_smi_absent", "sglang_gpus"),
+        ({"gpus": {"state": "timeout", "devices": []}}, "nvidia_smi_timeout", "sglang_gpus"),
+        (
+            {"gpus": {"state": "error", "code": "driver_library_mismatch", "devices": []}},
+            "driver_library_mismatch",
+            "sglang_gpus",
+        ),
         ({"torch": {"cuda": None, "version": "2.9.0+cpu"}}, "torch_is_cpu_build", "sglang_flags.device"),
     ],
 )
