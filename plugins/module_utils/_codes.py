@@ -711,6 +711,15 @@ CODES: dict[str, Code] = {
         "env_var",
         "DeepEP sources",
     ),
+    "interpreter_does_not_start": Code(
+        "broken",
+        "environment",
+        "The venv's Python dies or hangs before its first line.",
+        "The child said nothing: the start-up of the interpreter is not over.",
+        "A sitecustomize, usercustomize or .pth file on the service's path, a PYTHONHOME, or a lost base interpreter.",
+        "none",
+        "seen by running it",
+    ),
     "not_probed": Code(
         "unknown",
         "venv",

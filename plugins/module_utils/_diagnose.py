@@ -173,7 +173,7 @@ _SELF_EVIDENT = frozenset(
     [
         "duplicate_nccl_runtime", "invalid_nccl_version", "nccl_root_not_discoverable", "deleted_mapping",
         "cuda_home_not_found", "import_crashed", "import_timeout", "import_exited", "assertion_at_import",
-        "permission_denied",
+        "permission_denied", "interpreter_does_not_start",
     ]
 )  # fmt: skip
 
@@ -1040,6 +1040,9 @@ def import_finding(backend: Backend, use_name: str, outcome: Outcome) -> Optiona
     if outcome.outcome == "torch":
         return Finding("torch_broken", f"Importing torch: {outcome.signal or outcome.message}.", {
             "signal": outcome.signal, "output": tail})  # fmt: skip
+    if outcome.outcome == "interpreter":
+        return Finding("interpreter_does_not_start", f"The venv's Python does not come up: {outcome.message}.", {
+            "signal": outcome.signal, "status": outcome.status, "output": tail})  # fmt: skip
     return Finding("not_probed", f"The child could not be started: {outcome.message}.", {"output": tail})
 
 
@@ -1157,7 +1160,7 @@ def _evidence(seen: Seen, outcome: Optional[Outcome], others: Sequence[Finding])
                 "type": error.get("type"), "name": error.get("name"), "message": str(error.get("message"))[:600],
                 "at": (_list(error.get("frames")) or [None])[-1],
             }  # fmt: skip
-        if outcome.outcome in ("signal", "exit", "timeout", "torch", "not_started") and outcome.output:
+        if outcome.outcome in ("signal", "exit", "timeout", "torch", "interpreter", "not_started") and outcome.output:
             evidence["output"] = outcome.output[-800:]
         if outcome.libraries:
             evidence["loaded"] = outcome.libraries[:20]
@@ -1175,7 +1178,7 @@ def fatal_for_service(outcome: Optional[Outcome], guard: Optional[str]) -> bool:
     ``guard`` is what its ``except`` clause around the import takes: ``ImportError`` or ``Exception``; None where
     SGLang does not import it unasked.
     """
-    if outcome is None or guard is None or outcome.outcome in ("ok", "not_started", "torch"):
+    if outcome is None or guard is None or outcome.outcome in ("ok", "not_started", "torch", "interpreter"):
         return False
     return guard not in _list((outcome.error or {}).get("bases"))
 

@@ -113,6 +113,7 @@ def work(group):
     out["libraries"] = libraries()
     return out
 
+tell(control, {"begun": True})
 torch = {"asked": spec["torch"], "error": None}
 if spec["torch"]:
     try:
@@ -179,7 +180,8 @@ class Outcome:
     """What became of a group.
 
     ``outcome``: ``ok``, ``error`` (an exception, in ``error``), ``signal``, ``exit``, ``timeout``, ``torch``
-    (the child died while importing torch) or ``not_started`` (``message`` says why).
+    (the child died while importing torch), ``interpreter`` (Python itself died or hung before its first line) or
+    ``not_started`` (``message`` says why).
     """
 
     outcome: str
@@ -298,7 +300,8 @@ class _Session:
         self.own_output = _Tail()
         self.control = b""
         self.torch: Optional[dict[str, Any]] = None
-        self.timed_out = False
+        self.begun = self.timed_out = False
+        self.ended: set[int] = set()
         self.flooded: set[int] = set()
 
     def line(self, line: bytes) -> None:
@@ -308,7 +311,9 @@ class _Session:
             return
         if not isinstance(data, dict):
             return
-        if "torch" in data:
+        if "begun" in data:
+            self.begun = True
+        elif "torch" in data:
             self.torch = data["torch"]
         elif "pid" in data:
             self.pids[data["group"]] = data["pid"]
@@ -357,6 +362,8 @@ class _Session:
             else:
                 self.selector.unregister(key.fd)
                 os.close(key.fd)
+                if kind == "result":
+                    self.ended.add(index)
         return True
 
     def close(self) -> None:
@@ -364,8 +371,12 @@ class _Session:
             os.close(key.fd)
         self.selector.close()
 
-    def finished(self) -> bool:
-        return all(self.results[i] is not None or self.status[i] is not None for i in range(len(self.groups)))
+    def finished(self, orphaned: bool = False) -> bool:
+        """Whether there is nothing to wait for; ``orphaned``: the first child is gone and forks no more."""
+        return all(
+            self.results[i] is not None or self.status[i] is not None or (orphaned and i in self.ended)
+            for i in range(len(self.groups))
+        )
 
     def adopt(self) -> None:
         """The first child is gone: its children are ours now, so their status is ours to collect."""
@@ -397,7 +408,7 @@ class _Session:
                 if not self.pids:
                     break
                 self.adopt()
-                if self.finished():
+                if self.finished(orphaned=True):
                     break
             if time.monotonic() > deadline:
                 self.timed_out = True
@@ -428,17 +439,14 @@ class _Session:
             code = os.WEXITSTATUS(status) if status >= 0 else None
             return Outcome("exit", status=code, output=output, torch=self.torch)
         if self.timed_out:
-            kind = "timeout" if self.torch is not None else "torch"
+            kind = "timeout" if self.torch is not None else "torch" if self.begun else "interpreter"
             return Outcome(kind, output=output, torch=self.torch, message=f"no answer in {self.timeout:g} s")
         if self.torch is not None:
             return Outcome("exit", output=output, torch=self.torch, message="the importing process was ended")
-        return _before_torch(returncode, output)
-
-
-def _before_torch(returncode: Optional[int], output: str) -> Outcome:
-    if returncode is not None and returncode < 0:
-        return Outcome("torch", signal=signal_name(-returncode), output=output, message="died while importing torch")
-    return Outcome("not_started", status=returncode, output=output, message="the venv's Python ended at once")
+        died = signal_name(-returncode) if returncode is not None and returncode < 0 else None
+        kind = "torch" if self.begun else "interpreter"
+        message = f"it was ended by {died}" if died else f"it ended with status {returncode}"
+        return Outcome(kind, signal=died, status=None if died else returncode, output=output, message=message)
 
 
 def signal_name(number: int) -> str:

@@ -62,7 +62,8 @@ def run(modules, *names, timeout=20.0, **environment):
         ("forks", "ok"), ("daemon", "ok"),
     ],
 )  # fmt: skip
-def test_each_is_a_result(modules, name, outcome):
+def test_each_is_a_result(modules, tmp_path_factory, monkeypatch, name, outcome):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("tmp")))
     before = child._own_children()
     assert run(modules, name)[name].outcome == outcome
     assert child._own_children() == before
@@ -103,9 +104,34 @@ def test_a_daemon_that_left_its_session_is_ended(modules):
                 continue
 
 
-def test_the_first_child_may_be_killed(modules):
-    found = run(modules, "kills", "good", timeout=5.0)
-    assert {outcome.outcome for outcome in found.values()} <= {"ok", "exit", "signal", "timeout", "not_started"}
+@pytest.mark.parametrize("names", [("kills", "good"), ("good", "kills"), ("kills", "aborts", "good")])
+def test_the_first_child_may_be_killed_and_costs_no_time(modules, names):
+    session = []
+
+    class Watched(child._Session):
+        def __init__(self, *given):
+            super().__init__(*given)
+            session.append(self)
+
+    child_session, child._Session = child._Session, Watched
+    try:
+        found = run(modules, *names, timeout=300.0)
+    finally:
+        child._Session = child_session
+    assert not session[0].timed_out
+    assert found["kills"].outcome in ("ok", "exit"), found
+    # One that was never forked has no result, and is not said to have hung.
+    assert found[names[0]].outcome != "timeout" and found[names[-1]].outcome != "timeout"
+
+
+def test_python_that_does_not_come_up_is_not_taken_for_a_bad_torch(modules, tmp_path):
+    start = tmp_path / "start"
+    start.mkdir()
+    groups = [child.Group("good", "good", {"good": ()})]
+    for text, signal_name in (("import os; os.abort()", "SIGABRT"), ("import time; time.sleep(600)", None)):
+        (start / "sitecustomize.py").write_text(text)
+        found = child.run_imports(sys.executable, groups, child.Account(), {"PYTHONPATH": f"{start}:{modules}"}, 2.0)
+        assert (found["good"].outcome, found["good"].signal) == ("interpreter", signal_name)
 
 
 def test_environment_and_directory(modules):
@@ -136,7 +162,8 @@ def test_an_interpreter_that_cannot_start(tmp_path):
     for path in (tmp_path / "absent", tmp_path):
         found = child.run_imports(str(path), [group], child.Account(), {}, 5.0)
         assert found["x"].outcome == "not_started" and found["x"].message
-    assert child.run_imports("/bin/false", [group], child.Account(), {}, 5.0)["x"].outcome == "not_started"
+    found = child.run_imports("/bin/false", [group], child.Account(), {}, 5.0)["x"]
+    assert (found.outcome, found.status) == ("interpreter", 1)
 
 
 def test_the_environment_is_what_systemd_gives(monkeypatch):
