@@ -68,6 +68,14 @@ def _step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any], dead
         busy = _detached.is_locked(builder.build_dir)
         state = "building" if busy else ("would_build" if builder.source["ready"] else "would_fetch")
         return dict(result, changed=check_mode and want["state"] == "present", build_state=state)
+    if not want.get("compile", True):
+        cause = {
+            "code": "wheel_not_here",
+            "message": f"the cache holds no wheel {builder.fingerprint}",
+            "mend": "see why its builder failed, or let this host compile",
+            "log": None,
+        }
+        return _failed(result, cause)
     return _build(builder, result, carry, deadline)
 
 
@@ -263,5 +271,6 @@ def _goes_on(carry: Mapping[str, Any], folder: str, status: Mapping[str, Any]) -
 
 def _failed(result: dict[str, Any], cause: Mapping[str, Any]) -> dict[str, Any]:
     said = f" ({cause['text']})" if cause.get("text") else ""
-    message = f"{cause['code']}: {cause['message']}{said}. {cause.get('mend')}. Log: {cause.get('log')}"
+    where = f" Log: {cause['log']}" if cause.get("log") else ""
+    message = f"{cause['code']}: {cause['message']}{said}. {cause.get('mend')}.{where}"
     return dict(result, failed=True, build_state="failed", cause=dict(cause), msg=message)

@@ -120,6 +120,12 @@ options:
     description: Build even though the cache holds the wheel.
     type: bool
     default: false
+  compile:
+    description:
+      - With V(false) nothing is built; a wheel that is not in the cache is a failure.
+      - For hosts that wait for the wheel of another one.
+    type: bool
+    default: true
   smoke_wheel:
     description: For O(state=smoke), a wheel on the host to try instead of what is installed.
     type: path
@@ -243,6 +249,7 @@ ARGUMENTS = {
     "time_limit": {"type": "int", "default": 7200},
     "proof_timeout": {"type": "int", "default": 300},
     "force": {"type": "bool", "default": False},
+    "compile": {"type": "bool", "default": True},
     "smoke_wheel": {"type": "path"},
     "smoke_gpus": {"type": "int"},
     "smoke_tokens": {"type": "int", "default": 4096},

@@ -423,6 +423,12 @@ def test_a_git_source_is_fetched_and_keeps_its_commit(source, want):
     assert gone["failed"] is True and gone["cause"]["code"] == "revision_not_found", gone["cause"]
 
 
+def test_a_host_that_waits_for_a_wheel_never_compiles(source, want, tmp_path):
+    result, _said = go(want(source(), compile=False))
+    assert (result["failed"], result["cause"]["code"]) == (True, "wheel_not_here")
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_forced_or_evicted_wheel_is_built_again(source, want, tmp_path):
     folder = source()
     first, _said = go(want(folder))
