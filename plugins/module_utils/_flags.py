@@ -16,6 +16,8 @@ _NO_VALUE = ("store_true", "store_false", "store_const", "append_const", "boolea
 _HUMAN_INT = re.compile(r"-?[0-9]+(?:\.[0-9]+)?[kKmMgG]?[iI]?[bB]?\Z")
 _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
+_FIELDS = ("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "attn_dp_size", "moe_dp_size", "dcp_size")
+_SHOWN = {"<tp_size>": "the tp size", "<dp_size>": "the dp size"}
 PLACEHOLDERS = ("<tp_size>", "<dp_size>")
 
 
@@ -49,6 +51,24 @@ class Catalogue:
                 self._options[entry.get("flag") or "--" + key.replace("_", "-")] = key
                 for option in entry.get("aliases") or ():
                     self._options.setdefault(option, key)
+            self._own_names()
+
+    def _own_names(self) -> None:
+        """Put sizes under SGLang's own names, where they are listed under argparse's (``tensor_parallel_size``)."""
+        renamed: dict[str, Any] = {}
+        for key in _FIELDS:
+            option = "--" + key.replace("_", "-")
+            owner = self._options.get(option)
+            if key in self._raw or owner is None:
+                continue
+            entry = self._raw[owner]
+            options = [entry.get("flag") or "--" + owner.replace("_", "-"), *(entry.get("aliases") or ())]
+            renamed[owner] = (key, {**entry, "flag": option, "aliases": [item for item in options if item != option]})
+        if renamed:
+            self._raw = dict(renamed.get(key, (key, entry)) for key, entry in self._raw.items())
+            self.server_args["flags"] = self._raw
+            moved = {owner: key for owner, (key, _entry) in renamed.items()}
+            self._options = {option: moved.get(key, key) for option, key in self._options.items()}
 
     @property
     def known(self) -> bool:
@@ -124,7 +144,15 @@ def read_flags(flags: Mapping[str, Any], catalogue: Catalogue) -> Reading:
     reading = Reading()
     for name, value in flags.items():
         if not isinstance(name, str) or not re.fullmatch(r"-{0,2}[A-Za-z][A-Za-z0-9_-]*", name.strip()):
-            reading.reject("invalid_flag", f"sglang_flags: {name!r} is no name of a flag", str(name))
+            words = re.findall(r"[A-Za-z][A-Za-z0-9_-]*", str(name))
+            reading.reject(
+                "invalid_flag",
+                f"sglang_flags: {name!r} is no name of a flag",
+                str(name),
+                suggestion=f"{key_of(words[0])}: <value>"
+                if words
+                else "a name such as tp_size, with its value after it",
+            )
             continue
         secret = _intents.secret_flag(name)
         if secret:
@@ -167,12 +195,14 @@ def _read_one(reading: Reading, catalogue: Catalogue, name: str, value: Any) -> 
             )
         else:
             near = found.get("near") or []
+            removed = _rules.REMOVED.get(key_of(name))
             reading.reject(
-                "unknown_flag",
-                f"SGLang {version} has no flag --{_dashed(name)}" + (f"; did you mean {near[0]}?" if near else ""),
+                "flag_removed" if removed else "unknown_flag",
+                f"SGLang {version} has no flag --{_dashed(name)}"
+                + (f"; did you mean {near[0]}?" if near and not removed else ""),
                 "--" + _dashed(name),
                 value,
-                near[0] if near else "remove it, or install the SGLang that has it",
+                removed or (near[0] if near else "remove it, or install the SGLang that has it"),
             )
         return
     key = found["key"]
@@ -268,7 +298,8 @@ def _translate(
     written = []
     for key, template in targets.items():
         new = value if template == "=" else template
-        written.append(catalogue.flag(key) + ("" if new is True else f" {new}"))
+        shown = _SHOWN.get(new, new) if isinstance(new, str) else _shown(new)
+        written.append(catalogue.flag(key) + ("" if new is True else f" {shown}"))
         present = reading.given.get(key)
         if present is not None:
             continue

@@ -388,10 +388,17 @@ def _command(
         own["ep_size"] = ep
     if sizes.nnodes > 1:
         own.update(_rendezvous(draft, sizes))
-    if catalogue.has("moe_a2a_backend") is not False and (
-        a2a != "none" or draft.config.get("experts") or _names_a2a(draft) or draft.flag("moe_a2a_backend")
-    ):
+    named = _names_a2a(draft) or draft.flag("moe_a2a_backend")
+    if catalogue.has("moe_a2a_backend") is False:
+        if a2a == "deepep" and catalogue.has("enable_deepep_moe"):
+            own["enable_deepep_moe"] = True
+    elif a2a == "deepep" and "enable_deepep_moe" in draft.reading.given:
+        pass  # the user's own flag says it, in the words of an SGLang whose flags could not be read
+    elif a2a != "none" or named or (catalogue.known and draft.config.get("experts")):
         own["moe_a2a_backend"] = a2a
+    if a2a == "none" and ep > 1 and catalogue.has("moe_a2a_backend") is False and catalogue.has("enable_ep_moe"):
+        # Before 0.5.3 an ep size counts with this flag only, and is then the tp size.
+        own["enable_ep_moe"] = True
     if role:
         own["disaggregation_mode"] = role
         own["disaggregation_transfer_backend"] = kv

@@ -132,6 +132,18 @@ def judge_a2a(draft: Draft, name: str, sizes: Sizes, keeps_ep: bool) -> Verdict:
     reasons: list[Reason] = []
     choices = draft.catalogue.choices("moe_a2a_backend")
     version = draft.sglang_version or "of this venv"
+    lacks_flag = draft.catalogue.has("moe_a2a_backend") is False
+    if lacks_flag and not (name == "deepep" and draft.catalogue.has("enable_deepep_moe")):
+        what = "deepep only, by --enable-deepep-moe" if draft.catalogue.has("enable_deepep_moe") else "none"
+        reasons.append(
+            Reason(
+                "backend_not_in_this_sglang",
+                f"SGLang {version} has no --moe-a2a-backend ({what})",
+                "a newer SGLang",
+                True,
+            )
+        )
+        return Verdict(name, None, {}, reasons)
     if (choices is not None and name not in choices) or (row is None and choices is None):
         known = ", ".join(choices or sorted(_rules.A2A_BACKENDS))
         reasons.append(
@@ -272,6 +284,9 @@ def choose_a2a(draft: Draft, sizes: Sizes) -> str:
     """The value of ``--moe-a2a-backend``; decisions, remedies, assumptions and rejections go to the draft."""
     literal = draft.flag("moe_a2a_backend")
     literal = str(literal) if literal not in (None, False) else None
+    if literal is None and draft.truth("enable_deepep_moe"):
+        # SGLang before 0.5.3: the name of the flag is the name of the backend.
+        literal = "deepep"
     wanted = draft.intent.get("moe_a2a_backend") or "auto"
     if literal is not None and wanted not in ("auto", literal, [literal]):
         draft.reject(
@@ -286,6 +301,9 @@ def choose_a2a(draft: Draft, sizes: Sizes) -> str:
         return _one(draft, literal, sizes, literal=True)
     if isinstance(wanted, str) and wanted != "auto":
         return _one(draft, wanted, sizes, literal=False)
+    if wanted == "auto" and draft.truth("enable_ep_moe"):
+        draft.decide("moe_a2a_backend", "none", "--enable-ep-moe is expert parallelism without an all-to-all backend")
+        return "none"
     if wanted == "auto":
         return _auto(draft, sizes)
     return _preferred(draft, list(wanted), sizes)
@@ -357,6 +375,10 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
                     f"ask for {name} by name",
                     True,
                 )
+            )
+        if not draft.catalogue.known:
+            reasons.append(
+                Reason("flags_unknown", "the flags of this SGLang are not known", f"ask for {name} by name", True)
             )
         if draft.gpus_known and len(draft.archs()) == 0:
             reasons.append(

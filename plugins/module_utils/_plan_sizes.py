@@ -109,7 +109,9 @@ def choose_sizes(draft: Draft, wants_experts_spread: bool) -> Sizes:
         tp = _auto_tp(draft, max(1, total // (pp * dp)), attn_dp)
     else:
         tp = sizes.get("ep_size", 1)
-    if "ep_size" in sizes:
+    if draft.truth("enable_ep_moe") or draft.truth("enable_deepep_moe"):
+        ep = tp
+    elif "ep_size" in sizes:
         ep = sizes["ep_size"]
     elif placeholders.get("ep_size") or (wants_experts_spread and draft.config.get("experts") and not given):
         ep = tp
@@ -249,7 +251,8 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
                 variable="sglang_parallelism",
                 value=_named(draft),
                 numbers={"needed": need, "gpus": local * nnodes, "nnodes": nnodes},
-                suggestion=f"tp{max(1, (local * nnodes) // (pp * dp))}",
+                suggestion=f"tp{max(1, (local * nnodes) // (pp * dp))}"
+                + (", or attention data parallelism, which divides tp" if dp > 1 and tp % dp == 0 else ""),
             )
     if (tp * pp) % nnodes:
         draft.reject(

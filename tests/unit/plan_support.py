@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import lzma
 import pathlib
 from typing import Any, Optional
 
@@ -16,6 +17,14 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents, _
 
 FIXTURES = pathlib.Path(__file__).resolve().parent.parent / "fixtures"
 VERSIONS = ("0.5.6", "0.5.9", "0.5.12", "0.5.15.post1", "0.5.18", "0.5.23")
+_FIELDS = {
+    "tensor_parallel_size": "tp_size",
+    "pipeline_parallel_size": "pp_size",
+    "data_parallel_size": "dp_size",
+    "expert_parallel_size": "ep_size",
+    "attention_context_parallel_size": "attn_cp_size",
+    "moe_data_parallel_size": "moe_dp_size",
+}
 _TYPES = {"loads": "json", "json_list_type": "json", "human_readable_int": "int", "int": "int", "float": "float"}
 
 
@@ -50,10 +59,23 @@ def definition(action: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
+def dumps() -> dict[str, list[dict[str, Any]]]:
+    """The arguments of the real parsers, by version of SGLang."""
+    packed = lzma.decompress((FIXTURES / "sglang_flags" / "argparse_dumps.json.xz").read_bytes())
+    found: dict[str, list[dict[str, Any]]] = json.loads(packed)
+    return found
+
+
+@functools.cache
 def _server_args(version: str) -> str:
+    read = FIXTURES / "probes" / "argparse" / f"read-{version}.json"
+    if read.exists():
+        return read.read_text()
     flags = {}
-    actions = json.loads((FIXTURES / "probes" / "argparse" / f"{version}.json").read_text())
-    for action in sorted(actions, key=lambda row: row["action"].startswith("Deprecated")):
+    for dumped in dumps()[version]:
+        # SGLang's field is the key, as in what the probe reads; argparse calls it otherwise in old versions.
+        dumped["dest"] = _FIELDS.get(dumped["dest"], dumped["dest"])
+    for action in sorted(dumps()[version], key=lambda row: row["action"].startswith("Deprecated")):
         entry = definition(action)
         key = (
             action["dest"]

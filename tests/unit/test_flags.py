@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _flags, _server_args
 
-from tests.unit.plan_support import FIXTURES, VERSIONS, codes, server_args
+from tests.unit.plan_support import VERSIONS, codes, dumps, server_args
 
 
 def read(version: str, **flags: Any) -> _flags.Reading:
@@ -30,7 +30,7 @@ def real_parser(version: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     convert: dict[Any, Any] = {"int": int, "float": float, "loads": json.loads, "json_list_type": json.loads}
     convert["human_readable_int"] = lambda text: int(text) if text.isdigit() else text
-    for action in json.loads((FIXTURES / "probes" / "argparse" / f"{version}.json").read_text()):
+    for action in dumps()[version]:
         options = action["option_strings"]
         if action["action"] == "BooleanOptionalAction":
             parser.add_argument(options[0], dest=action["dest"], action=argparse.BooleanOptionalAction)
@@ -76,6 +76,19 @@ def test_the_index_says_what_the_host_side_says(version: str) -> None:
     ]
     for name in names:
         assert catalogue.resolve(name) == _server_args.resolve_flag(definitions, name), name
+
+
+def test_sizes_have_one_name_where_the_definitions_list_them_under_argparses_name() -> None:
+    definitions = {
+        "state": "ok",
+        "flags": {"tensor_parallel_size": {"flag": "--tensor-parallel-size", "aliases": ["--tp-size"], "type": "int"}},
+    }
+    catalogue = _flags.Catalogue(definitions, "0.5.6")
+    for name in ("tp_size", "--tensor-parallel-size", "tensor_parallel_size"):
+        reading = _flags.read_flags({name: 4}, catalogue)
+        assert reading.value("tp_size") == 4
+        assert _flags.tokens(reading.given["tp_size"])[0] == ["--tp-size", "4"]
+    assert "tensor_parallel_size" in definitions["flags"]
 
 
 def sample(entry: dict[str, Any]) -> Any:
