@@ -19,7 +19,7 @@ def step(want: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
     deadline = time.monotonic() + float(want["slice_seconds"])
     carry = dict(want.get("carry") or {})
     running = carry.get("job")
-    if running and not check_mode and want["state"] in ("present", "smoke"):
+    if running and not check_mode and want["state"] in ("present", "fetched", "smoke"):
         # The common call of a long build: nothing to decide, only to watch.
         status = _watch(running, deadline)
         if status["state"] == "running":
@@ -50,7 +50,7 @@ def _step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any], dead
     if builder.identity is None:
         raise Refused(str(builder.venv["code"]), str(builder.venv["message"]), "name an existing venv in venv")
     builder.source = builder.resolve_source()
-    if not builder.source["ready"] and not only_look and want["state"] == "present":
+    if not builder.source["ready"] and not only_look and want["state"] in ("present", "fetched"):
         waiting = _fetch(builder, carry, deadline)
         if waiting:
             return waiting
@@ -59,6 +59,11 @@ def _step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any], dead
     result = _base(builder)
     if want["state"] == "cancelled":
         return _cancel(builder, result, check_mode)
+    if want["state"] == "fetched":
+        waits = not builder.source["ready"]
+        return dict(
+            result, changed=waits or bool(carry.get("fetched")), build_state="would_fetch" if waits else "fetched"
+        )
     manifest = None if want["force"] and not carry.get("finished") else builder.cached()
     if manifest and not (want["force"] and only_look):
         return _present(builder, manifest, result, carry, deadline, only_look)
@@ -120,6 +125,7 @@ def _fetch(builder: Builder, carry: dict[str, Any], deadline: float) -> Optional
     if status["state"] != "succeeded":
         return _failed({"changed": False, "build_state": "failed"}, _deepep_wheel.describe_failure(folder, status))
     carry.pop("job", None)
+    carry["fetched"] = True
     builder.finish_fetch()
     return None
 

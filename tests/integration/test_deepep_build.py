@@ -416,8 +416,16 @@ def test_a_git_source_is_fetched_and_keeps_its_commit(source, want):
     options = want(None, source_path=None, source_url=f"file://{folder}", revision="v1")
     looked, _said = go(options, check=True)
     assert (looked["build_state"], looked["changed"]) == ("would_fetch", True)
+    fetched, _said = go(dict(options, state="fetched"))
+    assert (built(fetched)["build_state"], fetched["changed"], fetched["parts"]["revision"]) == (
+        "fetched",
+        True,
+        commit,
+    )
+    assert go(dict(options, state="fetched"))[0]["changed"] is False
     result, _said = go(options)
     assert built(result)["parts"]["revision"] == commit
+    assert result["fingerprint"] == fetched["fingerprint"] == go(dict(options, state="info"))[0]["fingerprint"]
     assert result["manifest"]["wheel"]["version"].startswith("1.2.1+" + commit[:7])
     gone, _said = go(dict(options, revision="no-such-branch"))
     assert gone["failed"] is True and gone["cause"]["code"] == "revision_not_found", gone["cause"]
