@@ -177,8 +177,8 @@ EXAMPLES = r"""
 RETURN = r"""
 build_state:
   description:
-    - C(present), C(built), C(fetched), C(would_build), C(would_fetch), C(building), C(blocked), C(failed), C(cancelled),
-      C(idle), or C(smoke).
+    - C(present), C(built), C(fetched), C(would_build), C(would_fetch), C(building), C(blocked), C(failed),
+      C(cancelled), C(idle), or C(smoke).
   returned: always
   type: str
   sample: built
