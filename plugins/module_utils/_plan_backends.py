@@ -14,6 +14,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_sizes import
 
 MENDABLE = ("install", "replace", "system_package", "env_var")
 _USABLE = ("ok", "suspect")
+# Where one of these holds, nothing else about the backend is worth saying.
+_FINAL = ("backend_not_in_this_sglang", "model_has_no_experts", "device_is_cpu", "one_rank")
 
 
 class Reason(NamedTuple):
@@ -42,7 +44,19 @@ class Verdict(NamedTuple):
         return [reason for reason in self.reasons if reason.hard]
 
     def why(self) -> str:
-        return "; ".join(reason.text for reason in self.reasons)
+        """All reasons, with the backend's name at the first one only."""
+        texts = [reason.text for reason in self.reasons]
+        named = f"{self.name} "
+        return "; ".join(
+            text[len(named) :] if position and text.startswith(named) else text for position, text in enumerate(texts)
+        )
+
+    def sentence(self) -> str:
+        """What it lacks, and what would bring it; short where nothing on this host could."""
+        text = self.why().rstrip(". ") + "."
+        if self.changes() and not any(reason.code in _FINAL for reason in self.reasons):
+            text += f" To have it: {self.changes()}."
+        return text
 
     def changes(self) -> str:
         return "; ".join(dict.fromkeys(reason.change for reason in self.reasons if reason.change))
@@ -81,10 +95,12 @@ def _state_reason(draft: Draft, library: str, use: str) -> tuple[dict[str, Any],
     remedy = state.get("remedy") or {}
     summary = remedy.get("summary") or state.get("message") or ""
     text = f"{library} is {found}"
-    if state.get("code") and state.get("code") != found:
-        text += f" ({state['code']})"
-    if state.get("message"):
-        text += ": " + str(state["message"]).rstrip(". ")
+    if found not in ("absent", "venv_absent"):
+        if state.get("code") and state.get("code") != found:
+            text += f" ({state['code']})"
+        if state.get("message"):
+            text += ": " + first_line(state["message"])
+    summary = first_line(summary)
     kind = remedy.get("kind")
     if kind in (None, "none", "driver"):
         change = summary or f"{library} made to work by hand"
@@ -93,6 +109,12 @@ def _state_reason(draft: Draft, library: str, use: str) -> tuple[dict[str, Any],
     else:
         change = f"{summary} (sglang_on_missing_backend: install)"
     return state, [Reason(f"backend_{found}", text, change, False)]
+
+
+def first_line(text: Any, length: int = 200) -> str:
+    """The first line of a message without its full stop, cut at ``length``: the evidence has all of it."""
+    line = next((line.strip() for line in str(text or "").splitlines() if line.strip()), "").rstrip(". ")
+    return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
 def build_remedy() -> dict[str, Any]:
@@ -156,6 +178,9 @@ def judge_a2a(draft: Draft, name: str, sizes: Sizes, keeps_ep: bool) -> Verdict:
         )
         return Verdict(name, None, {}, [])
     reasons += _a2a_arguments(draft, row, sizes, keeps_ep)
+    final = [reason for reason in reasons if reason.code in _FINAL]
+    if final:
+        return Verdict(name, row.library, dict(draft.backend(row.library, "a2a")) if row.library else {}, final[:1])
     reasons += _a2a_hardware(draft, row, sizes)
     state: dict[str, Any] = {}
     if row.library:
@@ -175,11 +200,18 @@ def _a2a_arguments(draft: Draft, row: _rules.A2A, sizes: Sizes, keeps_ep: bool) 
     reasons = []
     name = row.name
     if "experts" in draft.config and not draft.config.get("experts"):
-        reasons.append(Reason("model_has_no_experts", "the model has no experts", "a mixture-of-experts model", True))
+        reasons.append(
+            Reason(
+                "model_has_no_experts",
+                f"{name} is for experts, and the model has none",
+                "a mixture-of-experts model",
+                True,
+            )
+        )
     if draft.on_cpu:
         reasons.append(Reason("device_is_cpu", f"{name} needs GPUs, and the device is cpu", "GPUs", True))
     elif sizes.tp == 1:
-        reasons.append(Reason("one_rank", "one rank has nobody to exchange tokens with", "tp of at least 2", True))
+        reasons.append(Reason("one_rank", f"{name} is for several ranks, and tp is 1", "tp of at least 2", True))
     if keeps_ep and row.sets_ep and "ep_size" in sizes.given and sizes.ep != sizes.tp:
         reasons.append(
             Reason(
@@ -264,6 +296,8 @@ def _a2a_hardware(draft: Draft, row: _rules.A2A, sizes: Sizes) -> list[Reason]:
                     True,
                 )
             )
+    if name == "deepep" and sizes.nnodes > 1:
+        reasons += _ibgda(draft, name)
     toolkits = draft.probe.get("toolkits")
     method = (draft.config.get("quantization") or {}).get("method")
     if row.library == "deep_ep" and method == "fp8" and toolkits is not None and archs:
@@ -278,6 +312,46 @@ def _a2a_hardware(draft: Draft, row: _rules.A2A, sizes: Sizes) -> list[Reason]:
                 )
             )
     return reasons
+
+
+def _ibgda(draft: Draft, name: str) -> list[Reason]:
+    """What low latency between hosts needs of driver and kernel, where the mode may become low latency."""
+    fabric = draft.probe.get("fabric") or {}
+    rdma, params = fabric.get("rdma") or {}, fabric.get("driver_params") or {}
+    role = draft.intent.get("role")
+    if not rdma or (draft.flag("deepep_mode") or ("normal" if role == "prefill" else "auto")) == "normal":
+        return []
+    if rdma.get("nvidia_peermem") is False:
+        draft.warn(
+            "nvidia_peermem_absent",
+            f"nvidia_peermem is not loaded: {name} between hosts then needs DMA-BUF, which not every driver has",
+            flag="--moe-a2a-backend",
+            value=name,
+        )
+    if rdma.get("gdrdrv"):
+        return []
+    if not params:
+        draft.warn(
+            "ibgda_unknown",
+            f"{name} between hosts needs IBGDA, and the driver's parameters could not be read",
+            flag="--moe-a2a-backend",
+            value=name,
+        )
+        return []
+    override = "peermappingoverride=1" in str(params.get("RegistryDwords") or "").replace(" ", "").casefold()
+    lacks = [] if str(params.get("EnableStreamMemOPs")) == "1" else ["NVreg_EnableStreamMemOPs=1"]
+    lacks += [] if override else ['NVreg_RegistryDwords="PeerMappingOverride=1;"']
+    if not lacks:
+        return []
+    return [
+        Reason(
+            "ibgda_not_ready",
+            f"{name} in low latency between hosts needs IBGDA, and the driver runs without {' and '.join(lacks)}, "
+            "and without gdrdrv",
+            "these options of the nvidia module and a reboot, gdrdrv, or deepep_mode: normal",
+            True,
+        )
+    ]
 
 
 def choose_a2a(draft: Draft, sizes: Sizes) -> str:
@@ -326,7 +400,7 @@ def _one(draft: Draft, name: str, sizes: Sizes, literal: bool) -> str:
     if remedy is not None:
         _mend(draft, verdict, "a2a", remedy)
         draft.decide(
-            "moe_a2a_backend", name, f"asked for; {verdict.why()}. It is brought by: {remedy['summary']}", evidence
+            "moe_a2a_backend", name, f"asked for; {verdict.why()}, which is mended first: {remedy['summary']}", evidence
         )
         return _taken(draft, verdict, sizes)
     policy = draft.intent.get("on_missing_backend") or "fallback"
@@ -334,7 +408,7 @@ def _one(draft: Draft, name: str, sizes: Sizes, literal: bool) -> str:
         draft.decide("moe_a2a_backend", "none", _fallback_text(draft, [verdict]), evidence)
         draft.warn(
             "backend_fallback",
-            f"{name} was asked for and cannot be used: {verdict.why()}. The plan does without",
+            f"{name} was asked for, and the plan does without: {verdict.reasons[0].text}",
             flag="--moe-a2a-backend",
             variable="sglang_moe_a2a_backend",
             value=name,
@@ -411,13 +485,13 @@ def _preferred(draft: Draft, names: Sequence[str], sizes: Sizes) -> str:
         verdicts.append(verdict)
         remedy = None if verdict.usable else may_mend(draft, verdict)
         if verdict.usable or remedy is not None:
-            passed = _fallback_text(draft, verdicts[:-1])
-            because = f"first of {', '.join(names)} that " + ("works here" if remedy is None else "can be brought")
-            if passed:
-                because += f"; passed over: {passed}"
+            passed = " ".join(other.sentence() for other in verdicts[:-1])
+            because = f"the first of {', '.join(names)} that " + ("works here" if remedy is None else "can be had")
             if remedy is not None:
                 _mend(draft, verdict, "a2a", remedy)
-                because += f"; {verdict.why()}. It is brought by: {remedy['summary']}"
+                because += f": {verdict.why()}, which is mended first ({first_line(remedy['summary'])})"
+            if passed:
+                because += f". {passed}"
             draft.decide("moe_a2a_backend", name, because, _evidence(draft, verdicts))
             return _taken(draft, verdict, sizes)
     if (draft.intent.get("on_missing_backend") or "fallback") == "fallback":
@@ -436,19 +510,19 @@ def _level(verdict: Verdict) -> str:
 
 
 def _fallback_text(draft: Draft, verdicts: Sequence[Verdict]) -> str:
-    parts = []
-    for verdict in verdicts:
-        part = f"{verdict.name} is not used: {verdict.why()}"
-        if verdict.changes():
-            part += f". What would change that: {verdict.changes()}"
-        parts.append(part)
+    """One sentence a candidate, and one for the other libraries that are not there either."""
+    if not verdicts:
+        return "asked for"
+    text = " ".join(verdict.sentence() for verdict in verdicts)
+    if all(reason.code in _FINAL for verdict in verdicts for reason in verdict.reasons):
+        return text
     looked_at = {verdict.library for verdict in verdicts}
     others = []
-    for library in (draft.probe.get("backends") or {}) if verdicts else ():
+    for library in draft.probe.get("backends") or {}:
         state = draft.backend(library, "a2a")
         if library not in looked_at and state.get("state") not in _USABLE:
             others.append(f"{library} is {state.get('state')} too")
-    return ". ".join(parts) + (f" ({', '.join(others)})" if others else "")
+    return text + (f" {', '.join(others)}." if others else "")
 
 
 def _evidence(draft: Draft, verdicts: Sequence[Verdict]) -> dict[str, Any]:
@@ -554,7 +628,7 @@ def choose_simple(
             because = ("auto: " if wanted == "auto" else "asked for; ") + (
                 f"it works here ({_level(verdict)})"
                 if remedy is None
-                else f"{verdict.why()}; brought by: {remedy['summary']}"
+                else f"{verdict.why()}, which is mended first: {remedy['summary']}"
             )
             if remedy is not None:
                 _mend(draft, verdict, use, remedy)
@@ -575,7 +649,7 @@ def choose_simple(
                 draft.decide(
                     variable,
                     verdict.name,
-                    f"auto: {verdict.why()}; brought by: {remedy['summary']}",
+                    f"auto: {verdict.why()}, which is mended first: {remedy['summary']}",
                     _evidence(draft, verdicts),
                 )
                 return verdict.name
@@ -598,7 +672,7 @@ def choose_simple(
     draft.decide(variable, None, text, _evidence(draft, verdicts))
     draft.warn(
         "backend_fallback",
-        f"{_listed(wanted)} was asked for and cannot be used: {text}",
+        f"{_listed(wanted)} was asked for, and the plan does without: {text}",
         flag=flag,
         variable=f"sglang_{variable}",
         value=wanted,

@@ -11,6 +11,13 @@ from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _fabric, _flags, _gpus, _rules
 
+_STOPS = re.compile(r"(?<!\.)\.+\s*(?=[.;,:](?:\s|$))")
+
+
+def tidy(text: Any) -> str:
+    """A sentence that was put together of others, without doubled stops and without one at its end."""
+    return _STOPS.sub("", str(text)).strip().rstrip(". ")
+
 
 class Draft:
     """Collects decisions, warnings, rejections and remedies; the questions about the host are answered here.
@@ -63,7 +70,7 @@ class Draft:
     ) -> None:
         row = {
             "code": code,
-            "message": message,
+            "message": tidy(message),
             "flag": flag,
             "variable": variable,
             "value": value,
@@ -83,13 +90,13 @@ class Draft:
         value: Any = None,
         **more: Any,
     ) -> None:
-        row = {"code": code, "message": message, "flag": flag, "variable": variable, "value": value, **more}
+        row = {"code": code, "message": tidy(message), "flag": flag, "variable": variable, "value": value, **more}
         if row not in self.warnings:
             self.warnings.append(row)
 
     def decide(self, question: str, answer: Any, because: str, evidence: Optional[Mapping[str, Any]] = None) -> None:
         self.decisions.append(
-            {"question": question, "answer": answer, "because": because, "evidence": dict(evidence or {})}
+            {"question": question, "answer": answer, "because": tidy(because), "evidence": dict(evidence or {})}
         )
 
     def want(

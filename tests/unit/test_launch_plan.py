@@ -9,7 +9,7 @@ import json
 from typing import Any
 
 import pytest
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _launch_plan, _plan_text
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _launch_plan, _plan_draft, _plan_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -403,7 +403,8 @@ def test_preferences_are_tried_in_order() -> None:
     plan = make(probe(H200, backends=backends), moe_a2a_backend=["deepep", "mooncake", "nixl", "none"])
     assert plan["effective"]["moe_a2a_backend"] == "nixl"
     because = decision(plan, "moe_a2a_backend")["because"]
-    assert "deepep is not used" in because and "mooncake is not used" in because
+    assert "deep_ep is absent. To have it: install" in because
+    assert "mooncake is variant_mismatch (cuda_major): mooncake says cuda_major. To have it: mend it" in because
     installed = make(probe(H200, backends=backends), moe_a2a_backend=["mooncake", "nixl"], on_missing_backend="install")
     assert installed["effective"]["moe_a2a_backend"] == "mooncake"
     assert [row["kind"] for row in installed["remedies"]] == ["replace"]
@@ -574,6 +575,30 @@ def test_the_cpu_needs_no_gpu_and_gets_its_variable() -> None:
     assert plan["rejections"] == []
     assert plan["env"] == {"SGLANG_USE_CPU_ENGINE": "1"}
     assert plan["effective"]["tp_size"] == 1
+
+
+def test_a_cpu_host_says_one_short_sentence_for_each_preference() -> None:
+    plan = make(
+        probe("cpu"), flags={"device": "cpu", "load_format": "dummy"}, moe_a2a_backend=["deepep", "mooncake", "nixl"]
+    )
+    assert decision(plan, "moe_a2a_backend")["because"] == (
+        "deepep needs GPUs, and the device is cpu. mooncake needs GPUs, and the device is cpu. "
+        "nixl needs GPUs, and the device is cpu"
+    )
+    assert plan["rejections"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("a.. b", "a. b"),
+        ("it is absent.. To have it: x..", "it is absent. To have it: x"),
+        ("it is absent.; it is.", "it is absent; it is"),
+        ("sm_90, 0.5.23: fine…", "sm_90, 0.5.23: fine…"),
+    ],
+)
+def test_sentences_have_one_full_stop(text: str, wanted: str) -> None:
+    assert _plan_draft.tidy(text) == wanted
 
 
 def test_a_lost_gpu_is_refused_until_it_is_left_out() -> None:
