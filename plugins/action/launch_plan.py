@@ -40,10 +40,9 @@ class ActionModule(ActionBase):
             given["intent"] or None, given["probe"], given["backends"], given["settings"], given["problems"], host
         )
         result.update(changed=False, plan=plan)
-        if given["running"]:
-            result["drift"] = _plan_text.plan_drift(
-                plan, given["running"].get("argv"), given["running"].get("server_info")
-            )
+        running = given["running"] or _plan_text.running_of(given["probe"])
+        if running and plan["service"]:
+            result["drift"] = _plan_text.plan_drift(plan, running.get("argv"), running.get("server_info"))
             if self._task.diff and result["drift"]:
                 result["diff"] = _plan_text.drift_diff(plan, result["drift"])
                 # Callbacks show the diff of what has changed something only, and a plan never does.

@@ -104,6 +104,13 @@ def read_argv(argv: Sequence[str]) -> dict[str, Any]:
     return found
 
 
+def running_of(probe: Mapping[str, Any]) -> Optional[dict[str, Any]]:
+    """``{argv}`` of the running service that a probe saw, None where none runs or its command line is not known."""
+    service = probe.get("service") or {}
+    argv = service.get("argv")
+    return {"argv": list(argv)} if argv and service.get("main_pid") else None
+
+
 def plan_drift(
     plan: Mapping[str, Any],
     running_argv: Optional[Sequence[str]] = None,

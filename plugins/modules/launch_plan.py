@@ -22,7 +22,7 @@ extends_documentation_fragment:
 attributes:
   diff_mode:
     support: full
-    description: With O(running), shows how the running service differs from the plan.
+    description: Shows how the running service differs from the plan.
 options:
   intent:
     description: One of RV(ignore:intents.instances). Without it only wanted backends are planned.
@@ -51,6 +51,7 @@ options:
     description:
       - What is running, as C(argv) (the words of C(/proc/PID/cmdline)) and C(server_info) (the answer of
         C(/server_info)).
+      - By default the command line of the running service that the probe saw.
     type: dict
   fail_on_rejection:
     description:
@@ -130,7 +131,7 @@ plan:
       type: dict
 drift:
   description: How the running service differs from the plan, with setting, planned, running and source.
-  returned: when O(running) is given
+  returned: when the service runs, or O(running) is given
   type: list
   elements: dict
 """

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.unit.plan_support import FIXTURES, probe
 
@@ -29,14 +30,12 @@ PLAY = """
         backends: "{{ sglang_resolved.backends }}"
         settings: "{{ sglang_resolved.settings }}"
         problems: "{{ sglang_resolved.problems }}"
-        running: "{{ {'argv': ['/old/python', '--tp-size', '4']} }}"
+        running: "{{ running | default(omit) }}"
       loop: "{{ sglang_resolved.instances | list }}"
       register: planned
     - ansible.builtin.set_fact:
         probe_plans: "{{ {planned.results[0].item: planned.results[0].plan} }}"
-    - ansible.builtin.debug:
-        msg: "{{ probe_plans.default | gpufleet.sglang.plan_text(inventory_hostname) }}"
-      when: sglang_resolved.settings.show_plan
+    - SHOW
 - hosts: sglang
   gather_facts: false
   tasks:
@@ -47,18 +46,24 @@ PLAY = """
         dest: "{{ out }}"
         content: "{{ {'fleet': judged.fleet, 'plan': probe_plans.default, 'drift': drift} | to_json }}"
       vars:
-        drift: "{{ planned.results[0].drift }}"
+        drift: "{{ planned.results[0].drift | default([]) }}"
       delegate_to: localhost
       connection: local
       run_once: true
 """
 
 
+def show_task() -> str:
+    """The task of the real playbook that shows the plans."""
+    tasks = yaml.safe_load((ROOT / "playbooks" / "probe.yml").read_text())[0]["tasks"]
+    return json.dumps(next(task for task in tasks if task["name"] == "Show the plans"))
+
+
 def play(
-    folder: pathlib.Path, variables: dict[str, Any], *arguments: str
+    folder: pathlib.Path, variables: dict[str, Any], *arguments: str, service: Any = None
 ) -> tuple[subprocess.CompletedProcess[str], Any]:
-    (folder / "probe.json").write_text(json.dumps(probe("pcie-rtxpro6000")))
-    (folder / "play.yml").write_text(PLAY)
+    (folder / "probe.json").write_text(json.dumps(probe("pcie-rtxpro6000", service=service)))
+    (folder / "play.yml").write_text(PLAY.replace("SHOW", show_task()))
     hosts = {name: {"ansible_host": "192.0.2.1"} for name in ("gpu-01", "gpu-02", "gpu-03")}
     out = folder / "out.json"
     given = {"sglang_venv": "/opt/sglang/venv", "sglang_model_path": "/models/Kimi-K2.6", **variables}
@@ -89,7 +94,7 @@ def path() -> str:
 def test_strings_of_the_command_line_and_the_waves(tmp_path: pathlib.Path, check: tuple[str, ...]) -> None:
     ran, out = play(
         tmp_path,
-        {"sglang_secrets": {"api_key": "4711-secret"}},
+        {"sglang_secrets": {"api_key": "4711-secret"}, "running": {"argv": ["/old/python", "--tp-size", "4"]}},
         *("-e", "sglang_port=31000", "-e", "sglang_show_plan=true", "-e", '{"sglang_parallelism": "ep4"}'),
         *(
             "-e",
@@ -110,6 +115,16 @@ def test_strings_of_the_command_line_and_the_waves(tmp_path: pathlib.Path, check
         assert out["plan"]["argv"][-4:] == ["--port", "31000", "--max-running-requests", "256"]
         assert out["plan"]["secret_flags"] == ["api_key"]
         assert {"setting": "tp_size", "planned": "8", "running": "4", "source": "argv"} in out["drift"]
+
+
+def test_the_drift_of_a_running_service_is_shown_from_what_the_probe_saw(tmp_path: pathlib.Path) -> None:
+    running = ["/opt/sglang/venv/bin/python", "-m", "sglang.launch_server", "--model-path", "/models/Kimi-K2.6"]
+    service = {"state": "active", "main_pid": 4242, "argv": [*running, "--tp", "4"]}
+    ran, out = play(tmp_path, {}, "--diff", "--limit", "gpu-01", service=service)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "gpu-01: drift of default" in ran.stdout and "-tp_size: 4" in ran.stdout
+    assert "Decided" not in ran.stdout
+    assert {"setting": "tp_size", "planned": "8", "running": "4", "source": "argv"} in out["drift"]
 
 
 def test_a_misspelt_variable_stops_the_run_in_one_message(tmp_path: pathlib.Path) -> None:
