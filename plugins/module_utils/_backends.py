@@ -61,6 +61,7 @@ class Backend(NamedTuple):
     provides the module for the variants (nixl). ``pins``: ``{distribution: version}`` for where SGLang requires none.
     ``clobber_below``: below this version two variants own the same files; None means that they always do, ``""`` never.
     ``guard``: the file of SGLang that imports it unconditionally. ``archs``: cubins of the published wheel.
+    ``system``: by variant, libraries of the operating system that its wheel needs.
     ``torch_of``: the one torch that each version of the published wheel is for. ``min_capability``: below it there is
     nothing to build either. ``no_deps``: its dependencies must not be resolved.
     """
@@ -80,6 +81,7 @@ class Backend(NamedTuple):
     guard: Optional[str] = None
     guard_versions: str = ""
     archs: tuple[str, ...] = ()
+    system: Mapping[str, tuple[str, ...]] = {}
     min_capability: Optional[str] = None
     torch_of: Mapping[str, str] = {}
     no_deps: bool = False
@@ -87,6 +89,9 @@ class Backend(NamedTuple):
     default: bool = False
 
 
+# Read in the wheels 0.3.13.post1; those with CUDA reach for the NIC themselves.
+_MOONCAKE_SYSTEM = ("libibverbs.so.1", "libnuma.so.1", "libcurl.so.4")
+_MOONCAKE_CUDA = (*_MOONCAKE_SYSTEM, "libmlx5.so.1")
 _MOONCAKE_PG = Built(
     ("mooncake/pg_{torch}",),
     family=r"^(?:pg|ep)_(\d+(?:_\d+)*)\.",
@@ -113,6 +118,7 @@ BACKENDS: dict[str, Backend] = {
             )
         },
         variants={"sgl-deep-ep": "any", "deep-ep": "any", "tokenspeed-deepep": "any"},
+        clobber_below=None,
         install={"cu13": ("sgl-deep-ep",), "any": ()},
         pins={"sgl-deep-ep": "0.1.2.post1"},
         # An sdist without headers: nothing of it can be imported. A build of one's own has the same name, and + in it.
@@ -182,6 +188,7 @@ BACKENDS: dict[str, Backend] = {
             "mooncake-transfer-engine-rocm": "0.3.13.post1",
         },
         wrong={"mooncake": ""},
+        system={"cu12": _MOONCAKE_CUDA, "cu13": _MOONCAKE_CUDA, "non-cuda": _MOONCAKE_SYSTEM},
         clobber_below=None,
         incompatible=(
             Incompatible(
@@ -238,6 +245,7 @@ BACKENDS: dict[str, Backend] = {
             "kv_transfer": Use({"mori.io": ("IOEngine",)}),
         },
         variants={"amd-mori": "any", "amd-mori-nightly": "any"},
+        clobber_below=None,
         install={"any": ("amd-mori",)},
         pins={"amd-mori": "1.2.4"},
     ),
@@ -280,6 +288,11 @@ OS_PACKAGES: dict[str, tuple[str, str]] = {
     "libyaml-cpp.so": ("libyaml-cpp0.7", "yaml-cpp"),
     "liburing.so": ("liburing2", "liburing"),
     "libaio.so": ("libaio1", "libaio"),
+    "libfabric.so": ("libfabric1", "libfabric"),
+    "libucp.so": ("libucx0", "ucx"),
+    "libuct.so": ("libucx0", "ucx"),
+    "libucs.so": ("libucx0", "ucx"),
+    "libmpi.so": ("libopenmpi3", "openmpi"),
 }
 
 # The two families name some packages by the library's ABI: the release decides, so a name is a good guess only.
@@ -290,8 +303,17 @@ WHEEL_LIBRARIES: dict[str, tuple[str, str]] = {
     "libnccl.so": ("nvidia-nccl-cu12", "nvidia-nccl-cu13"),
     "libnvshmem_host.so": ("nvidia-nvshmem-cu12", "nvidia-nvshmem-cu13"),
     "libcublas.so": ("nvidia-cublas-cu12", "nvidia-cublas"),
+    "libcublasLt.so": ("nvidia-cublas-cu12", "nvidia-cublas"),
     "libnvrtc.so": ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc"),
     "libcudnn.so": ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+    "libcufile.so": ("nvidia-cufile-cu12", "nvidia-cufile"),
+    "libcusparse.so": ("nvidia-cusparse-cu12", "nvidia-cusparse"),
+    "libcusparseLt.so": ("nvidia-cusparselt-cu12", "nvidia-cusparselt-cu13"),
+    "libcusolver.so": ("nvidia-cusolver-cu12", "nvidia-cusolver"),
+    "libcufft.so": ("nvidia-cufft-cu12", "nvidia-cufft"),
+    "libcurand.so": ("nvidia-curand-cu12", "nvidia-curand"),
+    "libcupti.so": ("nvidia-cuda-cupti-cu12", "nvidia-cuda-cupti"),
+    "libnvJitLink.so": ("nvidia-nvjitlink-cu12", "nvidia-nvjitlink"),
 }
 
 TORCH_LIBRARIES = (

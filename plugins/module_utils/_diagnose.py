@@ -75,6 +75,7 @@ class Facts:
     """What holds for the host and the venv, for every backend.
 
     ``venv_cuda`` are the CUDA majors whose runtime is in the venv, ``cuda_majors`` those or else the host's.
+    ``lacking`` are those of the table's system libraries that the loader does not find.
     """
 
     venv: Mapping[str, Any]
@@ -89,6 +90,7 @@ class Facts:
     nccl_root: Optional[str] = None
     guard: Optional[str] = None
     environment: Optional[Mapping[str, str]] = None
+    lacking: Sequence[str] = ()
 
 
 @dataclass
@@ -136,8 +138,9 @@ PRIORITY = (
     "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
     "torch_broken", "missing_cuda_runtime", "private_lib_not_on_loader_path", "missing_system_lib",
     "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch", "glibc_too_old",
-    "rdma_core_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "python_abi_mismatch",
-    "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver", "no_gpu_visible", "arch_mismatch",
+    "rdma_core_too_old", "system_lib_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch",
+    "python_abi_mismatch", "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver",
+    "no_gpu_visible", "arch_mismatch",
     "version_incompatible_with_sglang", "torch_pin_mismatch", "file_owned_by_two_distributions", "wrong_revision",
     "version_differs_from_pin", "files_changed", "install_interrupted", "ucx_conflict", "builder_path_baked_in",
     "egg_install", "editable_install",
@@ -150,8 +153,8 @@ _DISPROVED = frozenset(
         "mooncake_pg_not_built_for_torch", "nixl_ep_not_built_for_torch", "extension_missing", "torch_absent",
         "torch_is_cpu_build", "torch_broken", "missing_cuda_runtime", "private_lib_not_on_loader_path",
         "missing_system_lib", "missing_wheel_lib", "device_link_missing", "incomplete_build", "libstdcxx_mismatch",
-        "glibc_too_old",
-        "rdma_core_too_old", "torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "python_abi_mismatch",
+        "glibc_too_old", "rdma_core_too_old", "system_lib_too_old", "torch_abi_mismatch", "nvshmem_mismatch",
+        "nccl_mismatch", "python_abi_mismatch",
         "cuda_runtime_mismatch", "driver_too_old", "undefined_symbol", "no_driver", "no_gpu_visible", "not_installed",
         "namespace_leftover", "backend_without_meta",
     ]
@@ -173,9 +176,14 @@ _SELF_EVIDENT = frozenset(
     [
         "duplicate_nccl_runtime", "invalid_nccl_version", "nccl_root_not_discoverable", "deleted_mapping",
         "cuda_home_not_found", "import_crashed", "import_timeout", "import_exited", "assertion_at_import",
-        "permission_denied", "interpreter_does_not_start",
+        "permission_denied", "interpreter_does_not_start", "storage_error", "cannot_write", "driver_mismatch",
+        "fabric_not_ready", "rdma_device_permission",
     ]
 )  # fmt: skip
+
+
+_BUNDLED = re.compile(r"-[0-9a-f]{8}\.so(?:\.|$)")
+_LIBPYTHON = re.compile(r"^libpython(\d\.\d{1,3})[a-z]?\.so")
 
 
 def _stem(soname: str) -> str:
@@ -183,8 +191,15 @@ def _stem(soname: str) -> str:
 
 
 def library_owner(soname: str) -> str:
-    """Who provides a shared library: ``driver``, ``cudart``, ``torch``, ``wheel`` or ``system``."""
+    """Who provides a shared library: ``driver``, ``cudart``, ``torch``, ``wheel``, ``bundled``, ``python``, ``system``.
+
+    ``bundled``: renamed by the tool that puts libraries into wheels, so that nobody else can have it.
+    """
     stem = _stem(soname)
+    if _BUNDLED.search(soname):
+        return "bundled"
+    if _LIBPYTHON.match(soname):
+        return "python"
     if stem in DRIVER_LIBRARIES:
         return "driver"
     if stem == "libcudart.so":
@@ -209,7 +224,8 @@ def classify_symbol(symbol: str) -> str:
         (r"exception_ptr|GLIBCXX|CXXABI|^_ZNSt7__cxx11.*@", "libstdcxx_mismatch"),
         (r"nvshmem", "nvshmem_mismatch"),
         (r"^p?nccl[A-Z]", "nccl_mismatch"),
-        (r"^_Z\w*?(7deep_ep|8deep_ep|9mooncake|7nixl_ep)", "incomplete_build"),
+        (r"^_Z\w*?(7deep_ep|8deep_ep|8mooncake|9mooncake|7nixl_ep|\d+nixl)|^nixl", "incomplete_build"),
+        (r"^(ucp|uct|ucs|ucm)_[a-z]", "ucx_conflict"),
         (r"^_Z(N|NK|TI|TV|TS)?2de\b|^_ZN7de", "incomplete_build"),
         (r"^_?Py[A-Z_]", "python_abi_mismatch"),
         (r"3c10|2at\d|^_ZNK?2at|5torch|THP|6caffe2|^aoti_torch|^torch_|c10_cuda", "torch_abi_mismatch"),
@@ -234,27 +250,40 @@ def classify_version(version: str) -> str:
         return "rdma_core_too_old"
     if version.startswith("libcudart"):
         return "cuda_runtime_mismatch"
+    if re.match(r"^(openssl|curl|libnuma|libnl|ucx|fabric|gomp|omp|gcc|zlib)[a-z_.\d-]", version, re.IGNORECASE):
+        return "system_lib_too_old"
     return "undefined_symbol"
 
 
-_CANNOT_OPEN = re.compile(r"([^\s:'\"]+\.so[^\s:'\"]*): cannot open shared object file")
-_UNDEFINED = re.compile(r"undefined symbol: ([^\s,]+)")
+_CANNOT_OPEN = re.compile(r"([^\s:'\"]+\.so[^\s:'\"]*): cannot open shared object file(?:: ([^\n]*))?")
+_UNDEFINED = re.compile(r"undefined symbol: ([^\s,]+)(?:, version ([^\s,()]+))?")
+_UNRESOLVED = re.compile(r"symbol ([^\s,]+),? version ([^\s,]+) not defined in file (\S+)")
 _VERSION = re.compile(r"version [`']([^'`]+)' not found")
 
+# In this order: what says more comes first.
 _TEXTS: tuple[tuple[str, str], ...] = (
+    (r"Cannot re-initialize CUDA in forked subprocess", "not_probed"),
     (r"Duplicate NCCL runtime", "duplicate_nccl_runtime"),
     (r"Invalid NCCL versions", "invalid_nccl_version"),
     (r"Cannot find package: nccl|No libnccl\.so found", "nccl_root_not_discoverable"),
-    (r"Cannot find package: nvshmem", "missing_wheel_lib"),
-    (r"CUDA_HOME|CUDA installation path|find_cuda_home", "cuda_home_not_found"),
+    (r"Cannot find package: nvshmem|NVSHMEM (is|was) not found|make sure NVSHMEM is installed", "missing_wheel_lib"),
+    (r"CUDA_HOME|CUDA installation path|find_cuda_home|No such file or directory: '?([^'\s]*/)?nvcc\b",
+     "cuda_home_not_found"),
     (r"Mooncake PG was not built", "mooncake_pg_not_built_for_torch"),
     (r"Mooncake EP was not built", "mooncake_ep_not_built_for_torch"),
     (r"Python version mismatch|compiled for Python|bad magic number", "wrong_python"),
     (r"does not define module export function", "wrong_python"),
-    (r"wrong ELF class|cannot open shared object file: Exec format", "wrong_machine"),
-    (r"invalid ELF header|file too short|ELF file's phentsize|ELF load command|section header", "corrupt_file"),
-    (r"static TLS block", "static_tls"),
-    (r"mlx5dv_devx_uar", "rdma_device_permission"),
+    (r"numpy\.(core|_core)\.\S+ failed to import|compiled using NumPy \d|numpy\.\w+ size changed|"
+     r"compiled against (API|ABI) version", "dependency_broken"),
+    (r"wrong ELF class|cannot open shared object file: Exec format|[Ee]xec format error", "wrong_machine"),
+    (r"No space left on device|Input/output error|Stale (NFS )?file handle|Too many open files|"
+     r"Transport endpoint is not connected|Structure needs cleaning", "storage_error"),
+    (r"invalid ELF header|file too short|ELF file's phentsize|ELF load command|section header|"
+     r"cannot dynamically load executable|only ET_DYN|ELF file (OS )?ABI|ELF file version|object file has no |"
+     r"cannot contain null bytes|bad marshal data|marshal data too short", "corrupt_file"),
+    (r"static TLS", "static_tls"),
+    (r"mlx5dv_devx_uar|(ibv_|uverbs|RDMA|mlx5)[^\n]{0,200}(not permitted|[Pp]ermission denied|Cannot allocate memory)",
+     "rdma_device_permission"),
     (r"NVSHMEM device library version does not match", "nvshmem_mismatch"),
     (r"NIXL_ERR_BACKEND", "nixl_backend_unusable"),
     (r"requires CUDA \d+, but PyTorch uses CUDA|detected CUDA \d+ but nixl-cu\d+ is not installed",
@@ -262,42 +291,59 @@ _TEXTS: tuple[tuple[str, str], ...] = (
     (r"No NIXL backend found|No usable nixl_ep CUDA backend", "meta_without_backend"),
     (r"does not provide CUDA|Torch not compiled with CUDA", "torch_is_cpu_build"),
     (r"PyTorch is not installed", "torch_absent"),
+    (r"system not yet initialized|SYSTEM_NOT_READY|[Ee]rror 802\b", "fabric_not_ready"),
+    (r"Driver/library version mismatch|unsupported display driver|SYSTEM_DRIVER_MISMATCH|[Ee]rror 80[34]\b|"
+     r"forward compatibility was attempted|COMPAT_NOT_SUPPORTED", "driver_mismatch"),
     (r"driver version is insufficient|driver on your system is too old", "driver_too_old"),
     (r"does not expose a usable CUDA device|Found no NVIDIA driver|[Nn]o CUDA-capable device|no CUDA GPUs|"
-     r"No CUDA GPUs are available|CUDA_ERROR_NO_DEVICE|cuInit|NVML.*(not found|driver)", "no_gpu_visible"),
+     r"No CUDA GPUs are available|CUDA_ERROR_NO_DEVICE|cuInit|NVML.*(not found|driver)|CUDA unknown error|"
+     r"CUDA error: (initialization error|invalid device ordinal|unknown error)|CUDA_ERROR_NOT_INITIALIZED|"
+     r"CUDA_ERROR_UNKNOWN|CUDA-capable device\(s\) is/are busy", "no_gpu_visible"),
     (r"named symbol not found|no kernel image is available", "arch_mismatch"),
+    (r"Failed to make directory|Read-only file system", "cannot_write"),
+    (r"failed to map segment from shared object: Cannot allocate", "storage_error"),
     (r"[Pp]ermission denied|Operation not permitted|failed to map segment", "permission_denied"),
 )  # fmt: skip
+
+
+def classify_library(name: str) -> tuple[str, dict[str, Any]]:
+    """(code, details) for a library that the loader does not find."""
+    details: dict[str, Any] = {"library": name}
+    owner = library_owner(name)
+    if owner == "driver":
+        return "no_driver", details
+    if owner == "cudart":
+        return "cuda_major_mismatch", {**details, "needs": cudart_major(name)}
+    if owner == "python":
+        return "wrong_python", details
+    if owner == "bundled":
+        return "files_missing", {**details, "missing": [name]}
+    if owner in ("torch", "wheel"):
+        return ("torch_absent" if owner == "torch" else "missing_wheel_lib"), details
+    return "missing_system_lib", details
 
 
 def classify_text(text: str) -> Optional[tuple[str, dict[str, Any]]]:
     """(code, details) for what a loader or library says, or None where the text names no known cause."""
     matched = _CANNOT_OPEN.search(text)
-    if matched:
-        library = matched.group(1)
-        name = library.rsplit("/", 1)[-1]
-        details: dict[str, Any] = {"library": name}
-        if "/" in library:
+    if matched and "No such file" in (matched.group(2) or "No such file"):
+        if "/" in matched.group(1):
             # The loader says this of a file that exists when its machine is another.
-            return "wrong_machine", {"library": library}
-        owner = library_owner(name)
-        if owner == "driver":
-            return "no_driver", details
-        if owner == "cudart":
-            return "cuda_major_mismatch", {**details, "needs": cudart_major(name)}
-        if owner in ("torch", "wheel"):
-            return ("torch_absent" if owner == "torch" else "missing_wheel_lib"), details
-        return "missing_system_lib", details
-    matched = _UNDEFINED.search(text)
+            return "wrong_machine", {"library": matched.group(1)}
+        return classify_library(matched.group(1))
+    matched = _UNDEFINED.search(text) or _UNRESOLVED.search(text)
     if matched:
-        symbol = matched.group(1)
-        return classify_symbol(symbol), {"symbol": symbol[:300]}
+        symbol, version = matched.group(1), matched.group(2)
+        code = classify_symbol(symbol)
+        if code == "undefined_symbol" and version:
+            code = classify_version(version)
+        return code, {"symbol": symbol[:300], **({"version": version[:100]} if version else {})}
     matched = _VERSION.search(text)
     if matched:
         return classify_version(matched.group(1)), {"version": matched.group(1)[:100]}
     for pattern, code in _TEXTS:
         if re.search(pattern, text):
-            return code, {}
+            return code, {"library": "libnvshmem_host.so.3"} if code == "missing_wheel_lib" else {}
     return None
 
 
@@ -325,6 +371,8 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
         if kind == "FileNotFoundError" and "(deleted)" in text + str(item.get("filename", "")):
             return Finding("deleted_mapping", text, data)
         hit = classify_text(text)
+        if hit is not None and hit[0] == "wrong_machine" and item.get("exists") is False:
+            hit = _gone(str(hit[1].get("library", "")))
         if hit is None and kind == "PermissionError":
             hit = ("permission_denied", {"path": str(item.get("filename", ""))[:300]})
         if hit is None and "AssertionError" in bases and any("find_cuda_home" in str(frame) for frame in frames):
@@ -344,6 +392,13 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
     if "partially initialized module" in text or "circular import" in text:
         return Finding("extension_missing", text, data)
     return Finding("exception_at_import", f"{kind}: {text}", data)
+
+
+def _gone(path: str) -> tuple[str, dict[str, Any]]:
+    """What it means that a library is opened by its full path, and is not there."""
+    if "/site-packages/" in path or "/dist-packages/" in path:
+        return "files_missing", {"library": path, "missing": [path]}
+    return classify_library(path.rsplit("/", 1)[-1])
 
 
 def _missing_module(name: str, text: str, data: dict[str, Any], backend: Backend, wanted: set[str]) -> Finding:
@@ -477,12 +532,19 @@ def remedy_install(backend: Backend, facts: Facts) -> dict[str, Any]:
     why = _wheel_fits(backend, facts)
     if wanted and not why:
         flags = ["--no-deps"] if backend.no_deps else []
-        return _remedy("install", f"Install {' '.join(wanted)}.", _step("pip_install", wanted, flags=flags))
+        first = _system_steps(backend, variant, facts)
+        return _remedy("install", f"Install {' '.join(wanted)}.", *first, _step("pip_install", wanted, flags=flags))
     if not facts.torch.get("version") and not variant:
         return _manual("none", "The venv has no torch that says which variant is right: install torch first.")
     if facts.torch.get("version") and not facts.torch.get("cuda_major") and not facts.torch.get("hip"):
         return _manual("none", f"{backend.name} needs a CUDA build of torch; this one is a CPU build.")
     return _build(backend, facts, f"Build {backend.name}: {why or 'no published wheel fits this torch'}.")
+
+
+def _system_steps(backend: Backend, variant: Optional[str], facts: Facts) -> list[dict[str, Any]]:
+    """What the operating system lacks of the libraries that a variant's wheel will need: so that one round mends."""
+    libraries = [name for name in backend.system.get(variant or "", ()) if name in facts.lacking]
+    return _os_remedy(libraries, facts)["steps"] if libraries else []
 
 
 def _owners(seen: Seen) -> list[str]:
@@ -523,7 +585,7 @@ def remedy_replace(backend: Backend, seen: Seen, facts: Facts, specifier: str = 
     remove = [
         name for name in _owners(seen) if name != right or len(_owners(seen)) > 1 or seen.shared
     ] if _clobbers(backend, present) else []  # fmt: skip
-    steps = []
+    steps = [] if same else _system_steps(backend, variant, facts)
     if remove:
         steps.append(_step("pip_uninstall", remove))
     steps.append(_step("pip_install", wanted, flags=["--force-reinstall", "--no-deps"]))
@@ -542,7 +604,10 @@ def _clobbers(backend: Backend, present: Sequence[Installed]) -> bool:
 
 def os_package(soname: str, family: str) -> Optional[str]:
     """The operating system's package that holds a library, or None where the table does not know it."""
+    python = _LIBPYTHON.match(soname)
     names = OS_PACKAGES.get(_stem(soname))
+    if python:
+        names = (f"libpython{python.group(1)}", f"python{python.group(1)}-libs")
     index = {"debian": 0, "redhat": 1}.get(family)
     return names[index] if names and index is not None else None
 
@@ -573,7 +638,8 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         remedy = remedy_install(backend, facts)
         owner = [item.name for item in seen.wrong if data.get("owns_module")]
         if owner and remedy["kind"] == "install":
-            remedy["steps"].insert(0, _step("pip_uninstall", sorted(owner)))
+            at = next(i for i, step in enumerate(remedy["steps"]) if step["action"] == "pip_install")
+            remedy["steps"].insert(at, _step("pip_uninstall", sorted(owner)))
             remedy["kind"] = "replace"
             remedy["summary"] = f"Uninstall {', '.join(sorted(owner))}. " + remedy["summary"]
         return remedy
@@ -588,11 +654,14 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         return _remedy("install", f"Install {wanted}.", _step("pip_install", [wanted], flags=["--no-deps"]))
     if code == "missing_system_lib":
         return _os_remedy(data.get("libraries") or [data.get("library", "")], facts)
-    if code in ("libstdcxx_mismatch", "rdma_core_too_old"):
-        library = "libstdc++.so.6" if code == "libstdcxx_mismatch" else "libibverbs.so.1"
-        remedy = _os_remedy([library], facts)
-        remedy["summary"] = entry.mend
-        return remedy
+    if code in ("libstdcxx_mismatch", "rdma_core_too_old", "system_lib_too_old"):
+        # It is installed, and what the package manager offers may be no newer: nothing to be carried out unseen.
+        return _manual("system_package", entry.mend)
+    if code == "cannot_write":
+        if backend.name == "deep_ep":
+            folder = f"/var/cache/sglang/{backend.name}"
+            return _remedy("env_var", f"Set EP_JIT_CACHE_DIR={folder}.", _step("set_env", EP_JIT_CACHE_DIR=folder))
+        return _manual("env_var", entry.mend)
     if code == "missing_wheel_lib":
         wheel = _nvidia_wheel(str(data.get("library", "")), facts)
         text = f"Install {wheel} at the version that this torch requires." if wheel else entry.mend
@@ -927,11 +996,25 @@ def _missing_libraries(ext: Extension, facts: Facts, add: Any) -> None:
                 add(Finding("torch_is_cpu_build", f"{user} needs {soname}; torch is a CPU build.", {}))
             else:
                 add(Finding("missing_wheel_lib", f"{user} needs {soname}.", {"library": soname}))
+        elif owner == "bundled":
+            add(Finding("files_missing", f"{user} needs {soname}, which its wheel brought and which is gone.", {
+                "library": soname, "missing": [soname]}))  # fmt: skip
+        elif owner == "python":
+            add(_lost_python(soname, f"{user} needs {soname}", {"library": soname}, facts))
         elif owner == "system":
             system.append(soname)
     if system:
         add(Finding("missing_system_lib", f"Missing on this host: {', '.join(system)}.", {
             "library": system[0], "libraries": system}))  # fmt: skip
+
+
+def _lost_python(soname: str, message: str, data: dict[str, Any], facts: Facts) -> Finding:
+    """A libpython that is not there: another Python's, or this one's, which its interpreter does without."""
+    matched = _LIBPYTHON.match(soname)
+    own = ".".join(str(facts.venv.get("python_version") or "").split(".")[:2])
+    if matched and matched.group(1) == own:
+        return Finding("missing_system_lib", f"{message}.", {**data, "libraries": [soname]})
+    return Finding("wrong_python", f"{message}; this venv is {facts.venv.get('soabi')}.", data)
 
 
 def _no_extension(backend: Backend, use: Use, ext: Extension, seen: Seen, facts: Facts, add: Any) -> None:
@@ -1093,6 +1176,9 @@ def decide_use(
     imported = import_finding(backend, use_name, outcome) if outcome is not None else None
     if imported is not None:
         imported = _with_torch(imported, facts)
+        if imported.verdict in ("ok", "suspect"):
+            # What is a suspicion in files is a fault once the import fails of it.
+            imported.state = "broken"
     finding = merge(static, outcome, imported)
     reached = outcome is not None and outcome.outcome != "not_started"
     evidence = _evidence(seen, outcome, [other for other in static if finding is None or other.code != finding.code])
@@ -1123,6 +1209,13 @@ def _with_torch(finding: Finding, facts: Facts) -> Finding:
 
     A missing libcudart is a mismatch only where torch's or the host's CUDA is another major.
     """
+    library = str(finding.data.get("library", ""))
+    if finding.code == "wrong_python" and _LIBPYTHON.match(library):
+        return _lost_python(library, finding.message.rstrip("."), finding.data, facts)
+    owner = library_owner(library) if library else ""
+    cpu_build = facts.torch.get("version") and not facts.torch.get("cuda_major") and not facts.torch.get("hip")
+    if cpu_build and (owner == "wheel" or (owner == "torch" and "cuda" in library)):
+        return Finding("torch_is_cpu_build", finding.message, finding.data)
     if finding.code == "torch_absent" and facts.torch.get("version"):
         return Finding("torch_broken", finding.message, finding.data)
     if finding.code != "cuda_major_mismatch":

@@ -57,6 +57,9 @@ def one(error):
             "path": text(getattr(error, "path", None) or "", 1000)}
     if isinstance(error, OSError):
         data["errno"], data["filename"] = error.errno, text(error.filename or "", 1000)
+    lost = data["message"].partition(": cannot open shared object file")[0].rsplit(None, 1)[-1:]
+    if lost and lost[0].startswith("/"):
+        data["exists"] = os.path.exists(lost[0])
     if isinstance(error, SystemExit):
         data["exit"] = text(error.code, 100)
     frames, tb = [], error.__traceback__

@@ -276,6 +276,12 @@ class Gatherer:
         host = (diagnose.cudart_major(name) for name in self.loader.cache)
         return self.venv_cuda() or sorted({major for major in host if major})
 
+    def lacking(self, names: Sequence[str]) -> list[str]:
+        """Of the system libraries that wheels of these backends need, those that the loader does not find."""
+        wanted = {soname for name in names for libraries in BACKENDS[name].system.values() for soname in libraries}
+        nobody = _elf.Elf("/nobody.so")
+        return sorted(soname for soname in wanted if self.loader.find(soname, nobody)[0] is None)
+
     def nccl_root(self) -> Optional[str]:
         """A prefix with NCCL in it: the venv's own, else the system's."""
         own = self.nvidia_libraries("libnccl.so")
@@ -710,7 +716,7 @@ def gather_backends(
         context.venv, {**context.torch, "requires": _torch_requires(paths)}, context.sglang, os_family, capabilities,
         gatherer.gpu_nodes(), gatherer.cuda_majors(), gatherer.venv_cuda(),
         toolkits.get("best") if isinstance(toolkits, Mapping) else None, gatherer.nccl_root(),
-        environment=context.environment,
+        environment=context.environment, lacking=gatherer.lacking(names),
     )  # fmt: skip
     result = {}
     for name in names:
