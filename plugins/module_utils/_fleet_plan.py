@@ -82,7 +82,7 @@ def fleet_plan(
             {name: hosts[name] for name in (order or hosts) if name not in away and name not in skipped}
         ),
     }
-    fleet["message"] = fleet_text(fleet)
+    fleet["message"] = fleet_text(fleet, len(hosts))
     return fleet
 
 
@@ -343,32 +343,56 @@ def provisional_fingerprint(host: Mapping[str, Any]) -> str:
     )
 
 
-def fleet_text(fleet: Mapping[str, Any]) -> str:
+# So many texts of one code are told in full: pids and figures differ from host to host, the fault does not.
+_ALIKE = 5
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def fleet_text(fleet: Mapping[str, Any], total: Optional[int] = None) -> str:
     """What the run will do, or every reason why it does nothing, with host, variable, value and remedy."""
     lines = []
     if not fleet["accepted"]:
         rows = fleet["rejections"]
         names = list(dict.fromkeys(row["host"] for row in rows))
-        lines.append(f"Nothing is changed: {len(rows)} reasons on {len(names)} hosts.")
         # Equal reasons on many hosts are one line: a fleet with one misspelt variable must stay readable.
-        same: dict[tuple[Any, ...], list[str]] = {}
+        same: dict[tuple[str, str, Optional[str]], list[str]] = {}
         for row in rows:
-            same.setdefault(_told(row), []).append(row["host"])
-        for (text, suggestion), on in same.items():
-            lines.append(f"  {_shortened(on)}: {text}")
-            if suggestion:
-                lines.append(f"    instead: {suggestion}")
+            same.setdefault((str(row["code"]), *_told(row)), []).append(row["host"])
+        lines.append(
+            f"Nothing is changed: {_count(len(same), 'reason')} on {_count(len(names), 'host')}"
+            + (f" of {total}" if total and total > len(names) else "")
+            + "."
+        )
+        # What stops most hosts comes first.
+        by_code: dict[str, list[tuple[str, Optional[str]]]] = {}
+        for told in sorted(same, key=lambda told: -len(set(same[told]))):
+            by_code.setdefault(told[0], []).append(told[1:])
+        for code, texts in by_code.items():
+            folded = len(texts) > _ALIKE
+            if folded:
+                on = [name for text in texts for name in same[(code, *text)]]
+                lines.append(f"  {_where(on)}: {code}, in {len(texts)} forms; the first of them:")
+            for text, suggestion in texts[: 2 if folded else None]:
+                lines.append(f"  {_where(same[(code, text, suggestion)])}: {text}")
+                if suggestion:
+                    lines.append(f"    instead: {suggestion}")
     else:
         sizes = ", ".join(str(len(wave)) for wave in fleet["waves"][:8]) + (", …" if len(fleet["waves"]) > 8 else "")
-        lines.append(f"{len(fleet['order'])} hosts in {len(fleet['waves'])} waves (instances: {sizes or 'none'}).")
+        waves = _count(len(fleet["waves"]), "wave")
+        lines.append(f"{_count(len(fleet['order']), 'host')} in {waves} (instances: {sizes or 'none'}).")
     if fleet["skipped"]:
-        lines.append(f"Left out: {len(fleet['skipped'])} hosts.")
+        lines.append(f"Left out: {_count(len(fleet['skipped']), 'host')}.")
         why: dict[str, list[str]] = {}
         for row in fleet["skipped"]:
             why.setdefault(row["reason"], []).append(row["host"])
-        lines += [f"  {_shortened(on)}: {reason}" for reason, on in why.items()]
+        lines += [f"  {_where(on)}: {reason}" for reason, on in why.items()]
     for row in fleet["builders"]:
-        lines.append(f"DeepEP {row['fingerprint']} is built on {row['builder']} for {len(row['peers']) + 1} hosts.")
+        lines.append(
+            f"DeepEP {row['fingerprint']} is built on {row['builder']} for {_count(len(row['peers']) + 1, 'host')}."
+        )
     return "\n".join(lines)
 
 
@@ -380,6 +404,9 @@ def _told(row: Mapping[str, Any]) -> tuple[str, Optional[str]]:
     return text, row.get("suggestion")
 
 
-def _shortened(names: Sequence[str]) -> str:
+def _where(names: Sequence[str]) -> str:
+    """``h1, h2``; many hosts by their number and the first of them."""
     shown = list(dict.fromkeys(names))
-    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")
+    if len(shown) <= 10:
+        return ", ".join(shown)
+    return f"on {len(shown)} hosts ({', '.join(shown[:5])}, …)"

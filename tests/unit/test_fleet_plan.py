@@ -55,13 +55,37 @@ def test_one_rejection_stops_everything_and_every_one_is_told() -> None:
         assert word in judged["message"]
 
 
+def test_a_thousand_hosts_with_the_same_fault_are_one_line() -> None:
+    hosts = {f"g{number:03}": host("unknown_flag") for number in range(412)}
+    hosts.update({f"ok{number:03}": host() for number in range(588)})
+    message = _fleet_plan.fleet_plan(hosts)["message"]
+    assert message.startswith("Nothing is changed: 1 reason on 412 hosts of 1000.\n")
+    assert "on 412 hosts (g000, g001, g002, g003, g004, …): " in message
+    assert message.count("unknown_flag") == 1
+    assert len(message.splitlines()) <= 3
+
+
+def test_a_fault_with_other_figures_on_each_host_is_folded() -> None:
+    hosts = {}
+    for number in range(300):
+        row = host("gpu_busy")
+        row["plans"]["default"]["rejections"][0]["message"] = f"GPU 0 is in use by others: pid {number}"
+        hosts[f"g{number:03}"] = row
+    hosts["one"] = host("port_out_of_range")
+    lines = _fleet_plan.fleet_plan(hosts)["message"].splitlines()
+    assert lines[0] == "Nothing is changed: 301 reasons on 301 hosts."
+    assert lines[1] == "  on 300 hosts (g000, g001, g002, g003, g004, …): gpu_busy, in 300 forms; the first of them:"
+    assert len(lines) <= 9
+    assert any(line.startswith("  one: ") for line in lines)
+
+
 def test_refused_hosts_can_be_left_out() -> None:
     judged = _fleet_plan.fleet_plan({**fleet(2), "bad": host("gpu_absent")}, {"on_rejection": "skip"})
     assert judged["accepted"]
     assert judged["order"] == ["g000", "g001"]
     assert judged["skipped"] == [{"host": "bad", "reason": "plan refused: gpu_absent"}]
     assert codes(judged["refused"]) == ["gpu_absent"]
-    assert "Left out: 1 hosts" in judged["message"]
+    assert "Left out: 1 host." in judged["message"]
 
 
 @pytest.mark.parametrize("choice", ["stop", "skip"])
