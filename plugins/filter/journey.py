@@ -1,13 +1,48 @@
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Filters that carry plain data between the steps of a host's journey; the logic is in ``_journey.py``."""
+"""Filters between the steps of a journey and of a rollout; the logic is in ``_journey.py`` and ``_rollout.py``."""
 
 from __future__ import annotations
 
 from typing import Any, Callable
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _journey
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _journey, _rollout
+
+JOURNEY = (
+    "accepted_instances",
+    "applied_journals",
+    "collect_probes",
+    "failure",
+    "further_remedies",
+    "host_work",
+    "instance_probe",
+    "plan_names",
+    "probe_calls",
+    "ready_targets",
+    "restored_targets",
+    "router_keys",
+    "secrets_by_instance",
+    "unmended",
+)
+ROLLOUT = (
+    "back_work",
+    "bare_plans",
+    "failed_going_back",
+    "hooked",
+    "meetings",
+    "members_behind",
+    "outcome",
+    "rollout_text",
+    "router_calls",
+    "serving",
+    "shared_work",
+    "to_roll_back",
+    "wave_failed",
+    "wave_text",
+    "went_away",
+    "went_back",
+)
 
 
 class FilterModule:
@@ -15,21 +50,6 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
-            name: getattr(_journey, name)
-            for name in (
-                "accepted_instances",
-                "applied_journals",
-                "collect_probes",
-                "failure",
-                "further_remedies",
-                "host_work",
-                "instance_probe",
-                "plan_names",
-                "probe_calls",
-                "ready_targets",
-                "restored_targets",
-                "secrets_by_instance",
-                "to_roll_back",
-                "unmended",
-            )
+            **{name: getattr(_journey, name) for name in JOURNEY},
+            **{name: getattr(_rollout, name) for name in ROLLOUT},
         }

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._intents import ROUTER_SECRET
 
 HEAVY_SUBSETS = ("backends", "server_args", "gpus", "toolkits", "fabric")
 INSTANCE_SUBSETS = ("model", "service")
@@ -122,6 +125,7 @@ def host_work(
         "remedies": remedies,
         "stop": stop,
         "start": start,
+        "running": [name for name in services if _is_running(probes, plans[name]["unit"]["venv"], name)],
         "changes": {name: found for name, found in changes.items() if found},
     }
 
@@ -197,31 +201,23 @@ def failure(result: Mapping[str, Any], task: str) -> dict[str, Any]:
     return {"task": str(task), "message": str(result.get("msg") or "failed"), "cause": result.get("cause") or {}}
 
 
+def _secrets_of(instance: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    own = ((variables.get("sglang_instances") or {}).get(instance) or {}).get("secrets") or {}
+    return {str(name): str(value) for name, value in {**(variables.get("sglang_secrets") or {}), **own}.items()}
+
+
 def secrets_by_instance(instances: Iterable[str], variables: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     """Return ``{instance: {name: value}}``: ``sglang_secrets``, then those of the instance's own entry."""
-    shared = {str(name): str(value) for name, value in (variables.get("sglang_secrets") or {}).items()}
-    entries = variables.get("sglang_instances") or {}
     return {
-        instance: {
-            **shared,
-            **{str(k): str(v) for k, v in ((entries.get(instance) or {}).get("secrets") or {}).items()},
-        }
-        for instance in instances
+        name: {key: value for key, value in _secrets_of(name, variables).items() if key != ROUTER_SECRET}
+        for name in instances
     }
 
 
-def to_roll_back(
-    services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]
-) -> list[str]:
-    """Return the instances of ``host`` that were started and of which this host or another member failed."""
-    back = []
-    for name, plan in services.items():
-        if name not in (work.get("start") or []):
-            continue
-        members = plan.get("unit", {}).get("hosts") or [host]
-        if any((hostvars[member].get("rollout_failure") or {}) for member in members if member in hostvars):
-            back.append(name)
-    return back
+def router_keys(instances: Iterable[str], variables: Mapping[str, Any]) -> dict[str, str]:
+    """Return ``{instance: API key of its router}``: ``router_api_key`` of the secrets, which no service is given."""
+    found = {name: _secrets_of(name, variables).get(ROUTER_SECRET) for name in instances}
+    return {name: key for name, key in found.items() if key}
 
 
 def ready_targets(
@@ -257,7 +253,7 @@ def restored_targets(
     services: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the targets of the instances that went back; their argv is that revision's, not the plan's."""
-    back = {unit["instance"]: unit for unit in units if unit.get("instance") and unit.get("current")}
+    back = {unit["instance"]: unit for unit in units if unit.get("instance") and unit.get("last_good")}
     targets = ready_targets({name: plan for name, plan in services.items() if name in back}, back.values(), intents)
     for name, target in targets.items():
         if not back[name].get("argv"):

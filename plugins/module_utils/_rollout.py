@@ -1,0 +1,342 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Private to this collection: the decisions inside a wave, and what a rollout says of itself (pure)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Optional
+
+# How far a host came in its wave; the fact ``rollout_stage``.
+STAGES = ("begun", "seen", "drained", "changing", "meeting", "started", "proven")
+LOCAL = ("127.0.0.1", "localhost", "::1")
+ANY = ("0.0.0.0", "::", "")
+
+
+def _members(plan: Mapping[str, Any], host: str) -> list[str]:
+    return list((plan.get("unit") or {}).get("hosts") or [host])
+
+
+def _fact(hostvars: Mapping[str, Any], host: str, name: str) -> Any:
+    return hostvars[host].get(name) if host in hostvars else None
+
+
+def shared_work(
+    work: Mapping[str, Any], services: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]
+) -> dict[str, Any]:
+    """``work`` of a host, with what its instances over several hosts need because another member needs it.
+
+    Their ranks cannot be replaced one by one: all are stopped before any is started. Reads ``rollout_own_work`` of the
+    members.
+    """
+    start, stop = list(work.get("start") or []), list(work.get("stop") or [])
+    for name, plan in services.items():
+        members = _members(plan, host)
+        if len(members) < 2:
+            continue
+        needs = any(
+            name in ((_fact(hostvars, member, "rollout_own_work") or {}).get("start") or []) for member in members
+        )
+        if needs:
+            start += [name] if name not in start else []
+            stop += [name] if name not in stop else []
+    return {**work, "needed": bool(work.get("needed") or start), "start": start, "stop": stop}
+
+
+def members_behind(services: Mapping[str, Any], host: str, hostvars: Mapping[str, Any], stage: str) -> list[str]:
+    """A sentence for each other member of the host's instances that did not come as far as ``stage``."""
+    told = []
+    for name, plan in services.items():
+        for member in _members(plan, host):
+            reached = _fact(hostvars, member, "rollout_stage")
+            if member != host and (reached not in STAGES or STAGES.index(reached) < STAGES.index(stage)):
+                told.append(f"{member}, a member of instance {name}, failed")
+    return told
+
+
+def went_away(registers: Iterable[Any]) -> bool:
+    """Whether one of the registered results says that the host could not be reached."""
+    for result in registers:
+        if isinstance(result, Mapping) and (result.get("unreachable") or went_away(result.get("results") or [])):
+            return True
+    return False
+
+
+def to_roll_back(
+    services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]
+) -> list[str]:
+    """The instances of ``host`` that were changed, and of which this host or another member failed."""
+    stage = _fact(hostvars, host, "rollout_stage")
+    if stage not in STAGES or STAGES.index(stage) < STAGES.index("changing"):
+        return []
+    return [
+        name
+        for name, plan in services.items()
+        if name in (work.get("start") or [])
+        and any(_fact(hostvars, member, "rollout_failure") for member in _members(plan, host))
+    ]
+
+
+def back_work(previews: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The work of a host that goes back, like ``_journey.host_work``, from the dry run of its units."""
+    seen = [unit for unit in previews if unit.get("instance")]
+    start = [unit["instance"] for unit in seen if unit.get("changed") or any((unit.get("needs") or {}).values())]
+    running = [unit["instance"] for unit in seen if unit.get("active_state") in ("active", "activating", "reloading")]
+    return {"needed": bool(start), "remedies": {}, "stop": [], "start": start, "running": running, "changes": {}}
+
+
+def went_back(units: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """``{instance: last_good | restored | stopped}`` from the results of ``service_unit`` with state rolled_back."""
+    return {
+        unit["instance"]: "last_good" if unit.get("last_good") else "restored" if unit.get("restored") else "stopped"
+        for unit in units
+        if unit.get("instance")
+    }
+
+
+def failed_going_back(failure: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """The failure of a host that then could not go back either."""
+    told = f"going back failed, too: {second.get('task')}: {second.get('message')}"
+    if not failure:
+        return {**second, "going_back": True}
+    return {**failure, "message": f"{failure.get('message')}; {told}", "going_back": True}
+
+
+def serving(
+    services: Mapping[str, Any],
+    work: Mapping[str, Any],
+    failure: Mapping[str, Any],
+    stage: str,
+    back: Mapping[str, str],
+) -> list[str]:
+    """The instances that may get requests again: all after a success, else what went back or was never touched."""
+    if not failure:
+        return list(services)
+    if failure.get("going_back"):
+        return []
+    if stage in STAGES and STAGES.index(stage) < STAGES.index("changing"):
+        return [name for name in services if name in (work.get("running") or [])]
+    return [name for name, state in back.items() if state != "stopped" and name in services]
+
+
+def wave_failed(hostvars: Mapping[str, Any], hosts: Iterable[str], on_unreachable: Optional[str] = None) -> bool:
+    """Whether the rollout stops after the wave of ``hosts``; a lost host may be left behind by choice."""
+    failures = [_fact(hostvars, host, "rollout_failure") or {} for host in hosts]
+    return any(failure and not (failure.get("lost") and on_unreachable == "skip") for failure in failures)
+
+
+def bare_plans(intents: Mapping[str, Any], host: str) -> dict[str, Any]:
+    """Plans of a host's instances with only what a rollback needs; nothing was probed for them."""
+    plans = {}
+    for name, intent in (intents.get("instances") or {}).items():
+        hosts = list(intent.get("hosts") or [])
+        unit = {key: intent.get(key) for key in ("user", "group", "host", "port", "venv", "model_path", "role")}
+        unit.update(
+            served_model_name=intent.get("served_model_name") or intent.get("model_path"),
+            hosts=hosts,
+            node_rank=hosts.index(host) if host in hosts else 0,
+            nnodes=max(1, len(hosts)),
+        )
+        plans[name] = {"instance": name, "service": True, "unit": unit, "remedies": [], "rejections": []}
+    return plans
+
+
+# ---- load balancers --------------------------------------------------------------------------------------------------
+
+
+def router_calls(
+    names: Iterable[str],
+    services: Mapping[str, Any],
+    intents: Mapping[str, Any],
+    secrets: Mapping[str, Mapping[str, str]],
+    router_keys: Mapping[str, str],
+    address: str,
+) -> list[dict[str, Any]]:
+    """The options of ``router_worker`` for those of ``names`` that are behind a router; rank 0 speaks for an instance.
+
+    ``address`` is how the host is reached, for a service that listens on every address. Raises ``ValueError`` on a
+    router that cannot be used.
+    """
+    calls = []
+    for name in names:
+        intent = (intents.get("instances") or {}).get(name) or {}
+        router, unit = intent.get("router"), (services.get(name) or {}).get("unit") or {}
+        if not router or unit.get("node_rank"):
+            continue
+        if not router.get("url"):
+            raise ValueError(f"sglang_router of instance {name} has no url; write url: http://<router>:<port>")
+        host, port = str(unit.get("host") or ""), unit.get("port")
+        if host in LOCAL and not router.get("worker_url"):
+            raise ValueError(
+                f"instance {name} listens on {host}, which no router reaches; set sglang_host, or worker_url"
+            )
+        worker_url = str(router.get("worker_url") or f"http://{_bracketed(address if host in ANY else host)}:{port}")
+        scheme = worker_url.partition("://")[0]
+        worker = dict(router.get("worker") or {})
+        if unit.get("role"):
+            worker.setdefault("worker_type", unit["role"])
+        flags = {key.replace("-", "_"): value for key, value in (intent.get("flags") or {}).items()}
+        if unit.get("role") == "prefill":
+            worker.setdefault("bootstrap_port", flags.get("disaggregation_bootstrap_port", 8998))
+        calls.append(
+            {
+                "instance": name,
+                "router_url": str(router["url"]),
+                "worker_url": worker_url,
+                "server_url": f"{scheme}://{_bracketed('127.0.0.1' if host in ANY else host)}:{port}",
+                "worker": worker,
+                "api_key": (secrets.get(name) or {}).get("api_key"),
+                "router_api_key": router_keys.get(name),
+                "drain_timeout": intent.get("drain_timeout", 300),
+            }
+        )
+    return calls
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def hooked(names: Iterable[str], intents: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """``[{instance, tasks}]`` of those of ``names`` that have a task file under ``key`` (``drain_tasks``, …)."""
+    instances = intents.get("instances") or {}
+    return [{"instance": name, "tasks": instances[name][key]} for name in names if (instances.get(name) or {}).get(key)]
+
+
+def meetings(names: Iterable[str], plans: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The options of ``rendezvous_info`` for those of ``names`` that are over several hosts."""
+    calls = []
+    for name in names:
+        plan = plans.get(name) or {}
+        unit, env = plan.get("unit") or {}, plan.get("env") or {}
+        rendezvous = unit.get("rendezvous")
+        if len(unit.get("hosts") or []) < 2 or not rendezvous:
+            continue
+        wanted = [env[key] for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if env.get(key)]
+        calls.append(
+            {
+                "instance": name,
+                "address": str(rendezvous["address"]),
+                "port": int(rendezvous["port"]),
+                "node_rank": int(unit.get("node_rank") or 0),
+                "hosts": list(unit["hosts"]),
+                "interfaces": list(dict.fromkeys(str(item) for item in wanted)),
+            }
+        )
+    return calls
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+def wave_of(fleet: Mapping[str, Any], host: str) -> int:
+    """Number of the wave that has ``host``, from 0; -1 where none has."""
+    begin = 0
+    for number, size in enumerate(fleet.get("serial") or []):
+        if host in fleet["order"][begin : begin + size]:
+            return number
+        begin += size
+    return -1
+
+
+def wave_text(fleet: Mapping[str, Any], host: str, began: float, now: float, hostvars: Mapping[str, Any]) -> list[str]:
+    """Said before a wave: what is done, what comes, how long it may take."""
+    number, count = wave_of(fleet, host), len(fleet.get("serial") or [])
+    before = sum(fleet["serial"][:number])
+    batch = fleet["order"][before : before + fleet["serial"][number]]
+    instances = sorted({item["instance"] for item in fleet["waves"][number]})
+    done = fleet["order"][:before]
+    changed = sum(1 for name in done if (_fact(hostvars, name, "rollout_outcome") or {}).get("state") == "done")
+    elapsed = max(0.0, now - began)
+    lines = [
+        f"Wave {number + 1} of {count}: {_shortened(batch)} (instance {', '.join(instances)})",
+        f"Behind: {len(done)} of {len(fleet['order'])} hosts, {changed} changed. "
+        f"Ahead after this wave: {len(fleet['order']) - before - len(batch)} hosts.",
+    ]
+    if number:
+        left = elapsed / number * (count - number)
+        lines.append(
+            f"Elapsed {_duration(elapsed)}; about {_duration(left)} to go, if the waves take as long as so far."
+        )
+    return lines
+
+
+def outcome(failure: Mapping[str, Any], work: Mapping[str, Any], back: Mapping[str, str]) -> dict[str, str]:
+    """``{state, text}`` of a host at the end of its wave.
+
+    ``done``, ``unchanged``, ``went_back`` (serves its last good revision), ``stopped`` (had none), ``failed`` (was not
+    changed, or what was changed still serves), ``lost`` (cannot be reached), ``down`` (could not go back).
+    """
+    if not failure:
+        return {"state": "done" if work.get("needed") else "unchanged", "text": ""}
+    if back and not failure.get("going_back"):
+        state = "stopped" if "stopped" in back.values() else "went_back"
+    elif failure.get("lost"):
+        state = "lost"
+    else:
+        state = "down" if failure.get("going_back") else "failed"
+    return {"state": state, "text": f"{failure.get('task')}: {failure.get('message')}"}
+
+
+TOLD = (
+    ("down", "DOWN, could not go back"),
+    ("stopped", "FAILED, stopped: no last good revision"),
+    ("went_back", "FAILED, serves its last good revision"),
+    ("failed", "FAILED"),
+    ("lost", "LOST, cannot be reached"),
+    ("done", "done"),
+    ("unchanged", "as it should be"),
+    ("untouched", "untouched"),
+    ("skipped", "left out"),
+)
+
+
+def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed: Optional[float] = None) -> list[str]:
+    """Said at the end: every host by name under what became of it, the worst first, and what to do next."""
+    groups: dict[str, list[str]] = {}
+    why: dict[str, list[str]] = {}
+    for host in fleet.get("order") or []:
+        seen = _fact(hostvars, host, "rollout_outcome") or {}
+        entered = _fact(hostvars, host, "rollout_stage")
+        state = seen.get("state") or ("lost" if entered else "untouched")
+        groups.setdefault(state, []).append(host)
+        if seen.get("text"):
+            why.setdefault(state, []).append(f"{host}: {_one_line(seen['text'])}")
+    for row in fleet.get("skipped") or []:
+        groups.setdefault("skipped", []).append(row["host"])
+        why.setdefault("skipped", []).append(f"{row['host']}: {_one_line(row['reason'])}")
+    bad = [state for state in ("down", "stopped", "went_back", "failed", "lost") if groups.get(state)]
+    took = f" after {_duration(elapsed)}" if elapsed is not None else ""
+    if bad and groups.get("untouched"):
+        title = f"Rollout STOPPED{took}"
+    elif bad:
+        title = f"Rollout FAILED{took}"
+    else:
+        title = f"Rollout complete{took}"
+    lines = [title]
+    for state, words in TOLD:
+        hosts = groups.get(state)
+        if hosts:
+            lines.append(f"  {len(hosts)} {words}: {', '.join(hosts) if state != 'done' else _shortened(hosts)}")
+            lines += [f"    {text}" for text in why.get(state, [])[:5]]
+    if bad:
+        lines.append(
+            "Next: mend the cause, then the same command again; hosts that are as they should be stay untouched."
+        )
+    return lines
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(str(text).split())
+    return text if len(text) <= 300 else text[:299] + "…"
+
+
+def _shortened(names: Sequence[str]) -> str:
+    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
