@@ -73,14 +73,14 @@ CAUSES: tuple[Row, ...] = (
         "write the full name of the flag",
     ),
     Row(
-        "flag_bad_choice",
+        "flag_choice",
         r"error: argument (?P<argument>[^\n:]+): invalid choice: (?P<value>[^\n(]+?) \((?P<choices>choose "
         r"from [^\n]+)\)",
         "{argument} does not take {value} in this SGLang ({choices})",
         "choose one of the values that the installed version takes",
     ),
     Row(
-        "flag_bad_value",
+        "flag_type",
         r"error: argument (?P<argument>[^\n:]+): (?P<value>invalid [^\n]+|expected [^\n]+|not allowed with [^\n]+)",
         "{argument}: {value}",
         "correct the value in sglang_flags",
@@ -126,7 +126,7 @@ CAUSES: tuple[Row, ...] = (
         "set deepep_mode: low_latency, or take another a2a backend",
     ),
     Row(
-        "backend_version_mismatch",
+        "version_incompatible_with_sglang",
         r"module 'mooncake\.\w+' has no attribute|'?active_ranks'? (?:is|must)[^\n]*None|has no attribute "
         r"'set_host_ip'|"
         r"topk_idx[^\n]*(?:dtype|type|int32|int64)|Incompatible (?:mooncake|nixl|deep_ep)",
@@ -135,7 +135,7 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "quantization_shape",
-        r"weight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
+        r"[Ww]eight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
         r"Marlin[^\n]*(?:not supported|shape)",
         "the quantised blocks cannot be cut by this tensor parallel size",
         "lower tp_size, or raise ep_size so that an expert stays whole",
@@ -144,20 +144,31 @@ CAUSES: tuple[Row, ...] = (
         "parallel_sizes",
         r"(?P<text>(?:tp_size|ep_size|dp_size|pp_size|tensor parallel size|expert parallel size)[^\n]{0,120}"
         r"(?:divisible|must be|should be|greater|at least)[^\n]*)|_compute_parallelism_ranks[\s\S]*ZeroDivisionError|"
-        r"is not divisible by|are not divisible",
+        r"is not divisible by|are not divisible|must be divisible by",
         "the parallel sizes do not fit together or do not fit the model",
         "check tp_size, ep_size, dp_size and pp_size of sglang_parallelism",
     ),
     # host checks and libraries of the backends
     Row(
-        "deep_ep_host_check",
-        r"Duplicate NCCL runtime|Invalid NCCL versions?|Cannot find package: nccl|NCCL "
-        r"version[^\n]*(?:mismatch|required)",
-        "deep_ep checks the host's NCCL when it is imported, and refuses",
+        "duplicate_nccl_runtime",
+        r"Duplicate NCCL runtime",
+        "deep_ep finds two NCCL libraries in the service's process, and refuses",
         "one NCCL only in the service's environment; set EP_NCCL_ROOT_DIR to it",
     ),
     Row(
-        "nvshmem_version",
+        "invalid_nccl_version",
+        r"Invalid NCCL versions?|NCCL version[^\n]*(?:mismatch|required)",
+        "deep_ep checks the NCCL version when it is imported, and refuses",
+        "install the NCCL that this deep_ep was built with; set EP_NCCL_ROOT_DIR to it",
+    ),
+    Row(
+        "nccl_root_not_discoverable",
+        r"Cannot find package: nccl",
+        "deep_ep looks for an nvidia-nccl distribution or EP_NCCL_ROOT_DIR, and finds neither",
+        "set EP_NCCL_ROOT_DIR to the folder of NCCL that the venv uses",
+    ),
+    Row(
+        "nvshmem_mismatch",
         r"NVSHMEM device library version does not match",
         "the NVSHMEM on the device side is not the one on the host side",
         "install the NVSHMEM version that deep_ep was built with",
@@ -183,10 +194,22 @@ CAUSES: tuple[Row, ...] = (
         "libmlx5: rdma-core)",
     ),
     Row(
-        "glibcxx_too_old",
-        r"version [`'](?:GLIBCXX|CXXABI|GLIBC)_[\d.]+' not found",
-        "the host's libstdc++ or glibc is older than the library needs",
-        "use a wheel for this distribution, or a newer libstdc++",
+        "libstdcxx_mismatch",
+        r"version [`'](?:GLIBCXX|CXXABI)_[\d.]+' not found",
+        "the libstdc++ that is found is older than the library needs",
+        "install a newer libstdc++, or take an old one out of LD_LIBRARY_PATH",
+    ),
+    Row(
+        "glibc_too_old",
+        r"version [`']GLIBC_(?P<version>[\d.]+)' not found",
+        "the host's glibc is older than the library needs ({version})",
+        "use a wheel for this operating system, or a newer one",
+    ),
+    Row(
+        "static_tls",
+        r"cannot allocate memory in static TLS block",
+        "the loader has no room left for static thread-local storage",
+        "load the named library first (LD_PRELOAD in sglang_env_vars)",
     ),
     Row(
         "backend_missing",
@@ -209,28 +232,45 @@ CAUSES: tuple[Row, ...] = (
         "run remediate.yml, or choose another backend",
     ),
     Row(
-        "python_module_missing",
+        "dependency_missing",
         r"(?:ImportError|RuntimeError): [^\n]*(?:[Pp]lease install|Install it with: pip install|requires the)"
         r" ['`\"]?(?P<module>[\w.-]+)",
         "the Python package {module} is missing in the venv, or too old",
         "install it into the venv",
     ),
     Row(
-        "python_module_missing",
-        r"ModuleNotFoundError: No module named '?(?P<module>[\w.]+)",
+        "dependency_missing",
+        r"ModuleNotFoundError: No module named '?(?P<module>[\w.]+)|"
+        r"PackageNotFoundError: No package metadata was found for (?P<package>[\w.-]+)",
         "the Python module {module} is missing in the venv",
         "install what SGLang requires into the venv (pip check names it)",
+    ),
+    Row(
+        "dependency_broken",
+        r"cannot import name '(?P<symbol>[^']{1,80})' from (?:partially initialized module )?'(?P<module>[\w.]{1,120})'|"
+        r"(?P<package>[\w.-]{1,60}) is installed with version (?P<have>\S{1,40}),? which is less than|"
+        r"numpy\.dtype size changed|compiled using NumPy 1\.x cannot be run",
+        "a Python package of the venv has another version than SGLang needs ({module})",
+        "install the versions that this SGLang requires (pip check names them)",
+    ),
+    Row(
+        "deep_ep_timeout",
+        r"DeepEP[^\n]{0,60}(?:[Tt]imeout|timed out)|timeout \((?:dispatch|combine)",
+        "ranks waited for each other in DeepEP until its time limit: one of them is gone, stuck, or still compiling",
+        "look at the first error of the other ranks and hosts; then at NVLink, RDMA and IBGDA of this one",
+        permanent=False,
     ),
     # GPU memory before the general CUDA rows
     Row(
         "kv_cache_too_small",
-        r"(?P<text>(?:[Ii]ncrease|[Rr]aise) --mem-fraction-static[^\n]*)",
+        r"(?P<text>(?:[Ii]ncrease|[Rr]aise) (?:the )?[`'\"]?--mem-fraction-static[^\n]*)",
         "the weights leave no room for the KV cache (SGLang: {text})",
         "spread over more GPUs, raise --mem-fraction-static, or lower --context-length or --max-running-requests",
     ),
     Row(
         "gpu_out_of_memory",
-        r"CUDA out of memory|torch\.(?:cuda\.)?OutOfMemoryError|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+        r"(?:CUDA|HIP|XPU|NPU) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA driver error: out of memory|"
+        r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|[Ff]ree memory on device[^\n]*less than|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
         r"out of memory[^\n]{0,40}GPU|"
         r"CUDA error: out of memory|The memory capacity is unbalanced",
         "the GPU's memory does not suffice",
@@ -239,34 +279,50 @@ CAUSES: tuple[Row, ...] = (
     ),
     # CUDA, driver, architecture
     Row(
-        "gpu_arch_unsupported",
+        "arch_mismatch",
         r"no kernel image is available|named symbol not found|cudaErrorNoKernelImageForDevice|"
         r"(?:sm_\d+|compute capability[^\n]{0,40}) is not (?:supported|compatible)|CUDA_ERROR_NO_BINARY_FOR_GPU|"
-        r"is not supported for the current GPU|Minimum capability: \d+",
+        r"is not supported for the current GPU|Minimum capability: \d+|"
+        r"not supported on sm_?\d+|sm_?\d+[^\n]{0,40} (?:is )?not (?:supported|compatible)|"
+        r"Value 'sm_\w+' is not defined for option|"
+        r"(?:requires|only supports?|needs)[^\n]{0,60}(?:SM|sm_?)\d{2,3}|compute capability[^\n]{0,60}(?:or (?:above|higher|newer)|at least)",
         "a library has no code for this GPU's architecture",
         "install or build it for the compute capability of these GPUs",
     ),
     Row(
         "driver_too_old",
         r"CUDA driver version is insufficient|driver on your system is too old|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|"
-        r"forward compatibility was attempted|PTX was compiled with an unsupported toolchain",
+        r"forward compatibility was attempted|unsupported display driver|"
+        r"Error 803|API version mismatch|Driver/library version mismatch|PTX was compiled with an unsupported toolchain",
         "the NVIDIA driver is too old for this CUDA",
         "update the driver, or use a torch for the older CUDA",
     ),
     Row(
-        "fabric_manager",
+        "fabricmanager_not_running_or_version_mismatch",
         r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|error 802",
         "the NVSwitch fabric is not initialised",
         "start nvidia-fabricmanager in the driver's version",
         permanent=False,
     ),
     Row(
-        "gpu_absent",
-        r"No CUDA GPUs are available|no CUDA-capable device is detected|Found no NVIDIA driver|"
-        r"Torch not compiled with CUDA enabled|CUDA_ERROR_NO_DEVICE|invalid device ordinal|No accelerator "
-        r".{0,60}(?:available|found)",
+        "torch_is_cpu_build",
+        r"Torch not compiled with CUDA enabled",
+        "the venv's torch is a CPU build",
+        "install the CUDA build of torch that this SGLang requires",
+    ),
+    Row(
+        "no_driver",
+        r"Found no NVIDIA driver|CUDA_ERROR_STUB_LIBRARY|CUDA driver is a stub library",
+        "the service finds no NVIDIA driver",
+        "install the driver; nvidia-smi must work as the service's user",
+    ),
+    Row(
+        "no_gpu_visible",
+        r"No CUDA GPUs are available|no CUDA-capable device is detected|CUDA_ERROR_NO_DEVICE|invalid device ordinal|"
+        r"CUDA_ERROR_INVALID_DEVICE|No accelerator .{0,60}(?:available|found)|CUDA unknown error - this may be due to|"
+        r"cudaErrorDevicesUnavailable|CUDA-capable device\(s\) is/are busy or unavailable|cudaErrorNoDevice",
         "the service sees no GPU, or fewer than it needs",
-        "check the driver, /dev/nvidia*, CUDA_VISIBLE_DEVICES, and that torch is a CUDA build",
+        "check /dev/nvidia*, CUDA_VISIBLE_DEVICES, sglang_gpus, MIG, and that no GPU was lost (nvidia-smi -L)",
     ),
     Row(
         "gpu_fault",
@@ -281,7 +337,8 @@ CAUSES: tuple[Row, ...] = (
         "jit_compiler_missing",
         r"(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-linux-gnu-g(?:cc|\+\+))['\"]?: (?:command )?not found|"
         r"No such file or directory: '[^']*(?:nvcc|ninja|g\+\+|gcc|ptxas)'|Ninja is required|"
-        r"Failed to find C compiler|NVCC[^\n]{0,60}not found|Could not find nvcc|CUDA_HOME (?:environment "
+        r"Failed to find C compiler|NVCC[^\n]{0,60}not found|Could not find nvcc|Cannot find NVCC|"
+        r"InvalidCxxCompiler|No working C\+\+ compiler|CUDA_HOME (?:environment "
         r"variable )?is not set|"
         r"Please specify via CC environment variable|nvcc[^\n]{0,60}(?:does not exist|is required)|"
         r"Python\.h: No such file",
@@ -292,17 +349,25 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "jit_compile_failed",
         r"Ninja build (?:failed|stopped)|ninja: build stopped|nvcc fatal|ptxas (?:fatal|error)|CompilationError|"
-        r"NVRTC_ERROR|DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
+        r"NVRTC_ERROR|PTXASError|NVCC compilation failed|"
+        r"returned non-zero exit status 1[^\n]*nvcc|nvcc[^\n]{0,2000}returned non-zero exit status|DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
         r"(?:Assertion|assert)[^\n]*(?:jit|compiler\.hpp)",
         "a kernel did not compile on this host",
         "read the compiler's first error in the lines; toolkit and torch must have one CUDA major",
     ),
     # communication
     Row(
+        "shm_small",
+        r"insufficient shared memory|failed to extend /dev/shm/|/dev/shm[^\n]{0,80}(?:too small|No space left)|"
+        r"shared memory object[^\n]*No space left",
+        "/dev/shm is too small or full",
+        "make /dev/shm larger (mount -o remount,size=…), and remove what dead processes left in it",
+    ),
+    Row(
         "nvshmem_init",
         r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status:? 7|non-zero status|ERROR|abort|setup "
         r"connections failed)|"
-        r"connect EPS failed|NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
+        r"connect EPS failed|nvshmem[^\n]{0,200}non-zero status|transport map failed|NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
         r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem",
         "NVSHMEM could not start",
         "IBGDA needs an mlx5 NIC, nvidia_peermem and EnableStreamMemOPs/PeerMappingOverride or gdrdrv; "
@@ -322,7 +387,8 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "nccl_failed",
-        r"NCCL WARN (?!.*(?:Socket|closed by|remote process))[^\n]*|ncclSystemError|ncclInvalidUsage|"
+        r"NCCL WARN (?!.*(?:closed by|remote process|Call to recv|connection reset))[^\n]*|"
+        r"unhandled (?:cuda|system) error|ncclSystemError|ncclInvalidUsage|"
         r"ncclUnhandledCudaError|"
         r"ncclInternalError|NCCL error(?: in)?:|NCCL Error \d",
         "NCCL could not set up or use the connection between ranks",
@@ -330,8 +396,9 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "rendezvous_failed",
-        r"DistNetworkError|(?:client socket|TCPStore)[^\n]*(?:timed out|failed to connect)|"
-        r"The server socket has failed to (?:listen|bind)|"
+        r"The server socket has failed to (?:listen|bind)(?![^\n]*(?:EADDRINUSE|address already in use))|"
+        r"DistNetworkError(?![^\n]*(?:EADDRINUSE|address already in use))|"
+        r"(?:client socket|TCPStore)[^\n]*(?:timed out|failed to connect)|connectFullMesh failed|"
         r"DistStoreError|rendezvous[^\n]*(?:timeout|timed out|fail)|failed to connect to[^\n]*dist",
         "the ranks did not find each other",
         "check --dist-init-addr (address and free port of rank 0), the firewall, and that every rank is started",
@@ -339,17 +406,34 @@ CAUSES: tuple[Row, ...] = (
     ),
     # model
     Row(
-        "model_path",
+        "model_config_absent",
+        r"does not appear to have a file named (?:config|configuration)\.json|Unrecognized model in |"
+        r"Can't load (?:the )?config(?:uration)? (?:of|for)[^\n]*|"
+        r"(?:No such file or directory|does not exist)[^\n]*[/'\"]config\.json",
+        "the folder of --model-path has no usable config.json",
+        "check sglang_model_path on this host: it names the folder that holds config.json",
+    ),
+    Row(
+        "model_weights_missing",
+        r"No model weights found in|Cannot find any (?:of the )?model weights|shard file\(s\) missing from|"
+        r"(?:No|Cannot find) .{0,40}(?:safetensors|weight)[^\n]*(?:files?)?[^\n]*found|"
+        r"(?:No such file or directory|does not exist)[^\n]*\.(?:safetensors|bin|gguf|pt)\b",
+        "weight files of the model are missing",
+        "download or copy the model again, and compare with its index file",
+    ),
+    Row(
+        "chat_template",
+        r"Chat template (?P<path>\S+) is not|[Cc]hat template[^\n]{0,80}(?:not found|does not exist|invalid)|"
+        r"jinja2\.exceptions\.\w+",
+        "the chat template cannot be used",
+        "check chat_template in sglang_flags: a built-in name, or a readable Jinja file on this host",
+    ),
+    Row(
+        "model_path_absent",
         r"Repo id must be in the form[^\n]*'(?P<path>/[^']*)'|HFValidationError[^\n]*'(?P<path2>/[^']*)'|"
-        r"(?:No such file or directory|does not exist|not a valid (?:path|folder|"
-        r"directory))[^\n]*(?:config\.json|model)|"
-        r"Can't load (?:the )?config(?:uration)? (?:of|for)[^\n]*|Unrecognized model in |"
-        r"No model weights found in|does not appear to have a file named config\.json|Cannot find any (?:of "
-        r"the )?model weights|"
-        r"(?:No|Cannot find) .{0,40}(?:safetensors|weight)[^\n]*(?:files?)?[^\n]*found",
-        "the model is not where --model-path says, or is not complete",
-        "check sglang_model_path on this host: the folder, its config.json and weights, and that the "
-        "service's user may read them",
+        r"(?:No such file or directory|does not exist|not a valid (?:path|folder|directory))[^\n]*model",
+        "the model is not where --model-path says",
+        "check sglang_model_path on this host, its mounts, and that the service's user may read it",
     ),
     Row(
         "model_hub",
@@ -370,13 +454,14 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "model_unsupported",
         r"Model architectures? \[?[^\n]{0,120} (?:are|is) not supported|Unsupported architectures?|"
-        r"does not recognize this architecture|Cannot find model module|trust_remote_code",
+        r"does not recognize this architecture|Cannot find model module|"
+        r"(?:trust_remote_code|contains custom code)[^\n]*",
         "this SGLang does not know the model's architecture",
         "use a newer SGLang, or allow trust_remote_code if you trust the model's code",
     ),
     Row(
         "weights_broken",
-        r"shard file\(s\) missing from|SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|incomplete "
+        r"SafetensorError|HeaderTooLarge|MetadataIncompleteBuffer|incomplete "
         r"metadata|invalid header|size "
         r"mismatch for|UnpicklingError|"
         r"Error while deserializing header",
@@ -385,6 +470,26 @@ CAUSES: tuple[Row, ...] = (
     ),
     # host
     Row(
+        "port_privileged",
+        r"error while attempting to bind on address[^\n]*permission denied",
+        "the service's user may not bind this port",
+        "choose a sglang_port of 1024 or higher",
+    ),
+    Row(
+        "bad_address",
+        r"error while attempting to bind on address \(?'?(?P<address>[^')\n]+)[^\n]*cannot assign requested address|"
+        r"Cannot assign requested address",
+        "the address to listen on is not one of this host's ({address})",
+        "correct sglang_host",
+    ),
+    Row(
+        "tls_files",
+        r"ssl\.SSLError[^\n]*(?:PEM|KEY_VALUES_MISMATCH|X509|NO_CERTIFICATE|NO_START_LINE|BAD_)[^\n]*|load_cert_chain|"
+        r"No such file or directory: '(?P<path>[^']*\.(?:pem|crt|key|cer))'",
+        "the certificate or the key for TLS cannot be used",
+        "check ssl_certfile and ssl_keyfile in sglang_flags, and that the service's user may read both",
+    ),
+    Row(
         "port_taken",
         r"error while attempting to bind on address \(?'?(?P<address>[^')\n]+)'?,? ?(?P<port>\d+)?\)?: "
         r"address already in use|"
@@ -392,6 +497,27 @@ CAUSES: tuple[Row, ...] = (
         r"is not available in \d+ seconds",
         "another process holds the port; SGLang says so only after the full load",
         "stop the other process, or change sglang_port (and --nccl-port, --dist-init-addr, the bootstrap port)",
+    ),
+    Row(
+        "files_limit",
+        r"Too many open files",
+        "the limit of open files is too low",
+        "raise LimitNOFILE of the unit",
+    ),
+    Row(
+        "threads_limit",
+        r"can't start new thread|pthread_create failed|Resource temporarily unavailable[^\n]*(?:fork|thread)|"
+        r"libgomp: Thread creation failed",
+        "the service may not start more threads or processes",
+        "raise TasksMax of the unit, and the host's pid limit",
+    ),
+    Row(
+        "memory_low",
+        r"(?m)^MemoryError\b|DefaultCPUAllocator: (?:can't|not enough)|Not enough host memory|"
+        r"\[Errno 12\] Cannot allocate memory(?![^\n]*(?:mlock|reg_mr|ibv))|std::bad_alloc",
+        "the host's memory (not the GPU's) does not suffice",
+        "lower --hicache-size or the number of instances on this host, or give it more memory",
+        permanent=False,
     ),
     Row(
         "disk_full",
@@ -406,7 +532,7 @@ CAUSES: tuple[Row, ...] = (
         "LimitMEMLOCK=infinity in the unit (not 'unlimited')",
     ),
     Row(
-        "permission",
+        "permission_denied",
         r"PermissionError[^\n]*|Permission denied[^\n]*|EACCES|Operation not permitted[^\n]*|Read-only file "
         r"system[^\n]*",
         "the service's user may not read, write or execute something it needs",
@@ -503,7 +629,8 @@ _COMPILED = tuple((row, re.compile(row.pattern)) for row in CAUSES)
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w]*\.)*(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout|Failure|Refused|NotFound|Warning)|"
-    r"KeyboardInterrupt|StopIteration|[A-Z]\w+Error\w*)(?::|$|\b)"
+    r"KeyboardInterrupt|StopIteration|[A-Z]\w+Error\w*)(?::|$|\b)|"
+    r"^(?:[A-Za-z_]\w*\.)*(?:\w{0,80}(?:Error|Exception))(?::|$)"
 )
 _CHAIN = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _LOOKS_BAD = re.compile(
@@ -512,22 +639,33 @@ _LOOKS_BAD = re.compile(
     r"[Ww]atchdog|Segmentation|SIGQUIT|sigquit|terminate called|address already in use|Xid|status=2\d\d/|No space left|"
     r"exceeds|does not match"
 )
+_MANAGER = re.compile(r"^[\w@.:\\-]{1,200}\.service: |^terminate called|^\[?rank\d+\]?:|^\S+:\d+:\d+ \[\d+\] ")
 _FATAL_HEAD = re.compile(r"hit an exception|<frozen runpy>|Exception in (?:thread|callback)")
 # Said by SGLang or its libraries while all is well.
 _HARMLESS = re.compile(
     r"^\s*\[--|^usage: |server_args=|kill_process_tree called|Gracefully exiting|allreduce_fusion API is not available|"
-    r"NCCL INFO |^\s*[IW]\d{4} \d\d:\d\d:\d\d"
+    r"NCCL INFO |^\s*(?:\[rank\d+\]:)?\[?[IW]\d{4} \d\d:\d\d:\d\d|^\s*(?:WARN(?:ING)?|INFO|DEBUG)\b"
+)
+# A log line that tells what was done instead: its process went on.
+_HANDLED = re.compile(
+    r"[Ff]all(?:ing|s)? ?back|\b[Ii]gnor(?:ed|ing)\b|\b[Ss]kipp(?:ed|ing)\b|\b(?:is|will be|has been|are) disabled\b|"
+    r"\b[Dd]isabling\b|\busing default|\b[Uu]sing [^\n]{1,60} instead\b|\bretry(?:ing)?\b|[Rr]etries left|"
+    r"\boptional\b|\bnon-fatal\b|is not available, (?:not|use|using)"
 )
 
 
 class Block(NamedTuple):
-    """An error block: lines ``first`` to ``last`` (inclusive), ``text`` without prefixes; ``fatal`` by its form."""
+    """An error block: lines ``first`` to ``last`` (inclusive), ``text`` without prefixes; ``fatal`` by its form.
+
+    ``handled``: the line that brought the traceback says that it was dealt with.
+    """
 
     first: int
     last: int
     text: str
     traceback: bool
     fatal: bool
+    handled: bool = False
 
 
 def blocks(lines: Sequence[str]) -> list[Block]:
@@ -544,19 +682,42 @@ def blocks(lines: Sequence[str]) -> list[Block]:
             continue
         if _EXCEPTION.match(text) and "Warning" not in text[:60]:
             # The head of the traceback is out of the window.
-            last = index
-            while last + 1 < total and last - index < 12 and lines[last + 1][:1].isspace() and lines[last + 1].strip():
-                last += 1
+            last = _end_of_words(lines, index)
             found.append(Block(index, last, "\n".join([text, *lines[index + 1 : last + 1]]), True, False))
             index = last + 1
             continue
-        if text.strip() and not _HARMLESS.search(text[:300]) and _LOOKS_BAD.search(text[:1500]):
+        if (
+            text.strip()
+            and not _HARMLESS.search(text[:300])
+            and not _HANDLED.search(text[:600])
+            and _LOOKS_BAD.search(text[:1500])
+        ):
             event = parse_line(lines[index]) if singles < MAX_SINGLE else {"kind": "noise"}
             if event is None or event["kind"] in ("fatal", "core_dump_wait", "jit"):
                 singles += 1
                 found.append(Block(index, index, text, False, False))
         index += 1
     return found
+
+
+def _end_of_words(lines: Sequence[str], first: int) -> int:
+    """The last line of an exception's words: they may go on over several lines, and blank ones in between."""
+    last = first
+    for index in range(first + 1, min(first + 25, len(lines))):
+        line = lines[index]
+        if not line.strip():
+            continue
+        text = body(line)[1]
+        if (
+            text != line
+            or _TRACEBACK.search(line)
+            or _EXCEPTION.match(line)
+            or parse_line(line)
+            or _MANAGER.match(line)
+        ):
+            break
+        last = index
+    return last
 
 
 def _traceback_block(lines: Sequence[str], first: int) -> Block:
@@ -608,7 +769,19 @@ def _traceback_block(lines: Sequence[str], first: int) -> Block:
             break
         index += 1
     text = "\n".join(texts)
-    return Block(first, last, text, True, bool(_FATAL_HEAD.search(text)))
+    fatal = bool(_FATAL_HEAD.search(text))
+    return Block(first, last, text, True, fatal, not fatal and _is_handled(lines, first))
+
+
+def _is_handled(lines: Sequence[str], first: int) -> bool:
+    """The traceback at ``first`` was printed by somebody who caught it, and says so on its line or the one before."""
+    head = body(lines[first])[1].partition("Traceback (most recent")[0]
+    if head.strip():
+        return bool(_HANDLED.search(head[:600]) or "Warning" in head[:120])
+    before = lines[first - 1] if first else ""
+    text = body(before)[1][:600]
+    logged = text != before or before.startswith(("Exception ignored in", "WARN", "[W", "W"))
+    return logged and bool(_HANDLED.search(text) or text.startswith(("WARN", "Exception ignored in")))
 
 
 def _bounded(text: str) -> str:
@@ -687,6 +860,8 @@ def _progress_by_rank(lines: Sequence[str]) -> dict[str, int]:
 
 def _survived(lines: Sequence[str], block: Block, progress: dict[str, int]) -> bool:
     """The process that wrote this error went on with its start, so it did not die of it."""
+    if block.handled:
+        return True
     if block.fatal or (parse_line(lines[block.first]) or {}).get("kind") == "fatal":
         return False
     return progress.get(body(lines[block.first])[0], -1) > block.last
@@ -734,7 +909,7 @@ def find_cause(
         if known:
             first_symptom = first_symptom or (known[0], known[1], block)
             continue
-        if block.traceback and first_unknown is None:
+        if block.traceback and first_unknown is None and not block.handled:
             first_unknown = block
         if block.traceback and block.fatal:
             first_unknown = block

@@ -144,7 +144,7 @@ def test_a_stranger_on_the_port_is_told_before_the_load(host):
     ("instance", "model", "extra", "code"),
     [
         ("flag", "/models/tiny-llama", " --no-such-flag 3", "flag_unknown"),
-        ("model", "/models/nowhere", "", "model_path"),
+        ("model", "/models/nowhere", "", "model_path_absent"),
         ("a2a", "/models/tiny-moe", " --moe-a2a-backend deepep", "backend_missing"),
     ],
 )

@@ -18,6 +18,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._causes import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.test_cause_tails import TAILS
+
 LOGS = pathlib.Path(__file__).parent.parent / "fixtures" / "logs"
 
 
@@ -28,10 +30,10 @@ def log(name):
 RECORDED = [
     ("sglang/unknown_flag.txt", "flag_unknown", {"argument": "--no-such-flag 3"}),
     ("sglang/23_unknown_flag.txt", "flag_unknown", {"argument": "--no-such-flag 3"}),
-    ("sglang/bad_choice.txt", "flag_bad_choice", {"argument": "--moe-a2a-backend", "value": "'deepepp'"}),
-    ("sglang/23_bad_choice.txt", "flag_bad_choice", {"argument": "--moe-a2a-backend", "value": "'deepepp'"}),
-    ("sglang/bad_int.txt", "flag_bad_value", {"argument": "--tp-size/--tensor-parallel-size"}),
-    ("sglang/23_model_missing.txt", "model_path", {"path": "/nonexistent/model"}),
+    ("sglang/bad_choice.txt", "flag_choice", {"argument": "--moe-a2a-backend", "value": "'deepepp'"}),
+    ("sglang/23_bad_choice.txt", "flag_choice", {"argument": "--moe-a2a-backend", "value": "'deepepp'"}),
+    ("sglang/bad_int.txt", "flag_type", {"argument": "--tp-size/--tensor-parallel-size"}),
+    ("sglang/23_model_missing.txt", "model_path_absent", {"path": "/nonexistent/model"}),
     ("sglang/model_hub.txt", "model_hub", {}),
     ("sglang/port_taken.txt", "port_taken", {"port": "31000"}),
     ("sglang/a2a_deepep.txt", "backend_missing", {"backend": "DeepEP"}),
@@ -64,7 +66,19 @@ def test_the_last_line_of_the_cascade_is_never_the_message(name):
     assert "sigquit" not in find_cause(log(name))["message"].lower()
 
 
-@pytest.mark.parametrize("name", ["gpu/none.log", "gpu/deepep_auto.log", "gpu/deepep_normal.log", "sglang/elastic.txt"])
+WENT_WELL = (
+    *("gpu/none.log", "gpu/deepep_auto.log", "gpu/deepep_normal.log", "gpu/mc_import.txt", "gpu/nx_import.txt"),
+    *("sglang/elastic.txt", "sglang/disagg_mooncake.txt", "sglang/disagg_nixl.txt"),
+    *("sglang/23_a2a_deepep.txt", "sglang/23_a2a_mori.txt", "sglang/23_a2a_nixl.txt"),
+)
+
+
+def test_every_recorded_log_is_judged():
+    there = {str(path.relative_to(LOGS)) for kind in ("*/*.txt", "*/*.log") for path in LOGS.glob(kind)}
+    assert there == {name for name, code, told in RECORDED} | set(WENT_WELL)
+
+
+@pytest.mark.parametrize("name", WENT_WELL)
 def test_no_cause_is_invented_for_a_start_that_went_well(name):
     cause = find_cause(log(name))
     assert cause["code"] == "unknown" and "no error" in cause["message"]
@@ -79,17 +93,17 @@ TEXTS = [
     ("rdma_device", "Exception: NIXL memory registration failed for aux tensors"),
     ("rdma_device", "RuntimeError: Mooncake Transfer Engine initialization failed."),
     (
-        "gpu_arch_unsupported",
+        "arch_mismatch",
         "ValueError: The quantization method fp8 is not supported for the current GPU. "
         "Minimum capability: 80. Current capability: 75.",
     ),
     (
-        "weights_broken",
+        "model_weights_missing",
         "RuntimeError: model.safetensors.index.json references 3 shard file(s) missing from "
         "/m (incomplete download?): ['a']",
     ),
-    ("model_path", "RuntimeError: No model weights found in: `/models/x`"),
-    ("python_module_missing", "ImportError: Please install gguf via `pip install gguf` to use gguf quantizer."),
+    ("model_weights_missing", "RuntimeError: No model weights found in: `/models/x`"),
+    ("dependency_missing", "ImportError: Please install gguf via `pip install gguf` to use gguf quantizer."),
     ("port_taken", "ValueError: Port is already in use. dist_init_port=30001"),
     ("cuda_graph_failed", "Exception: Capture cuda graph failed: something odd"),
     ("argument_removed", "ValueError: Removed server argument(s): warmup -> warmup_mode=request or warmup_mode=off"),
@@ -98,7 +112,7 @@ TEXTS = [
         "launch_server.py: error: ambiguous option: --cuda-graph-max-bs could match "
         "--cuda-graph-max-bs-decode, --cuda-graph-max-bs-prefill",
     ),
-    ("flag_bad_value", "launch_server.py: error: argument --tp-size: expected one argument"),
+    ("flag_type", "launch_server.py: error: argument --tp-size: expected one argument"),
     (
         "gpu_out_of_memory",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has "
@@ -109,16 +123,16 @@ TEXTS = [
         "gpu_out_of_memory",
         "ValueError: The memory capacity is unbalanced. Some GPUs may be occupied by other processes.",
     ),
-    ("gpu_arch_unsupported", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
-    ("gpu_arch_unsupported", "RuntimeError: Failed: CUDA error csrc/kernels/runtime.cu:43 'named symbol not found'"),
+    ("arch_mismatch", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
+    ("arch_mismatch", "RuntimeError: Failed: CUDA error csrc/kernels/runtime.cu:43 'named symbol not found'"),
     ("driver_too_old", "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."),
     ("driver_too_old", "RuntimeError: CUDA error: the provided PTX was compiled with an unsupported toolchain."),
     (
-        "fabric_manager",
+        "fabricmanager_not_running_or_version_mismatch",
         "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
     ),
-    ("gpu_absent", "RuntimeError: No CUDA GPUs are available"),
-    ("gpu_absent", "RuntimeError: CUDA error: invalid device ordinal"),
+    ("no_gpu_visible", "RuntimeError: No CUDA GPUs are available"),
+    ("no_gpu_visible", "RuntimeError: CUDA error: invalid device ordinal"),
     ("gpu_fault", "RuntimeError: CUDA error: an illegal memory access was encountered"),
     ("jit_compiler_missing", "RuntimeError: Ninja is required to load C++ extensions (pip install ninja to get it)"),
     ("jit_compiler_missing", "FileNotFoundError: [Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'"),
@@ -134,7 +148,7 @@ TEXTS = [
         "OSError: CUDA_HOME environment variable is not set. Please set it to your CUDA install root.",
     ),
     ("jit_compile_failed", "RuntimeError: Ninja build failed. Ninja output: FAILED: batch_decode.cuda.o"),
-    ("nvshmem_version", "NVSHMEM device library version does not match with NVSHMEM host library version"),
+    ("nvshmem_mismatch", "NVSHMEM device library version does not match with NVSHMEM host library version"),
     ("nvshmem_init", "nvshmem/src/host/init/init.cu:nvshmemi_common_init:1025: nvshmem initialization failed, exiting"),
     ("rdma_device", "RuntimeError: Failed to register memory 0x7f20 len 4096: Cannot allocate memory"),
     ("rdma_device", "E1130 rdma_context.cpp:64] No RDMA devices found, check your device installation: error"),
@@ -150,11 +164,11 @@ TEXTS = [
         "600000ms while trying to connect to (10.0.0.1, 5000).",
     ),
     (
-        "deep_ep_host_check",
+        "duplicate_nccl_runtime",
         "AssertionError: Duplicate NCCL runtime: /usr/lib/libnccl.so.2 and /opt/venv/lib/libnccl.so.2",
     ),
-    ("deep_ep_host_check", "AssertionError: Invalid NCCL versions: 22809 and 23004"),
-    ("deep_ep_host_check", "AssertionError: Cannot find package: nccl"),
+    ("invalid_nccl_version", "AssertionError: Invalid NCCL versions: 22809 and 23004"),
+    ("nccl_root_not_discoverable", "AssertionError: Cannot find package: nccl"),
     (
         "torch_abi_mismatch",
         "ImportError: /opt/venv/lib/deep_ep_cpp.cpython-312-x86_64-linux-gnu.so: "
@@ -162,15 +176,15 @@ TEXTS = [
     ),
     ("undefined_symbol", "ImportError: /opt/venv/lib/x.so: undefined symbol: ncclDevCommCreate"),
     ("missing_system_lib", "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory"),
-    ("glibcxx_too_old", "ImportError: /lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x.so)"),
+    ("libstdcxx_mismatch", "ImportError: /lib/libstdc++.so.6: version `GLIBCXX_3.4.32' not found (required by x.so)"),
     ("backend_missing", "ModuleNotFoundError: No module named 'deep_ep'"),
     (
         "backend_missing",
         "ImportError: Please install NIXL by following the instructions at the project's "
         "page to run SGLang with NixlTransferEngine.",
     ),
-    ("python_module_missing", "ModuleNotFoundError: No module named 'outlines'"),
-    ("backend_version_mismatch", "AttributeError: module 'mooncake.ep' has no attribute 'set_host_ip'"),
+    ("dependency_missing", "ModuleNotFoundError: No module named 'outlines'"),
+    ("version_incompatible_with_sglang", "AttributeError: module 'mooncake.ep' has no attribute 'set_host_ip'"),
     (
         "dispatch_limit_exceeded",
         "RuntimeError: Failed: Assertion error csrc/deep_ep.cpp:1105 'x.size(0) <= num_max_dispatch_tokens_per_rank'",
@@ -180,11 +194,11 @@ TEXTS = [
         "ERROR:    [Errno 98] error while attempting to bind on address ('127.0.0.1', 30000): address already in use",
     ),
     ("port_taken", "zmq.error.ZMQError: Address already in use (addr='tcp://127.0.0.1:20000')"),
-    ("permission", "PermissionError: [Errno 13] Permission denied: '/var/cache/sglang/deep_gemm'"),
+    ("permission_denied", "PermissionError: [Errno 13] Permission denied: '/var/cache/sglang/deep_gemm'"),
     ("disk_full", "OSError: [Errno 28] No space left on device: '/dev/shm/x'"),
     ("weights_broken", "safetensors_rust.SafetensorError: Error while deserializing header: MetadataIncompleteBuffer"),
     (
-        "model_path",
+        "model_config_absent",
         "OSError: /models/x does not appear to have a file named config.json. Checkout 'https://hub/x' for files.",
     ),
     ("model_access", "huggingface_hub.errors.GatedRepoError: 401 Client Error. Cannot access gated repo"),
@@ -234,11 +248,12 @@ def test_inside_of_a_schedulers_traceback(code, text):
 
 
 def test_every_code_of_the_table_is_shown_by_a_log():
-    seen = {code for code, text in TEXTS} | {code for name, code, told in RECORDED}
+    seen = {code for code, text in [*TEXTS, *TAILS]} | {code for name, code, told in RECORDED}
     rest = {
         "flag_missing": "x: error: the following arguments are required: --model-path",
         "quantization_shape": "ValueError: Weight output_partition_size = 704 is not divisible by weight "
         "quantization block_n = 128.",
+        "static_tls": "ImportError: /x/libgomp.so.1: cannot allocate memory in static TLS block",
         "memlock_limit": "ERROR: RLIMIT_MEMLOCK is 65536, which is too small",
         "warmup_failed": "[2026-11-30 20:00:00] Initialization failed. warmup error: None",
         "scheduler_killed": "RuntimeError: Rank 0 scheduler died during initialization (exit code: -9). If "
