@@ -1,7 +1,7 @@
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""Faults of the kinds that the field knows, in shapes that no report has: each gets its cause, its owner and its mend."""
+"""Faults of the kinds that the field knows, in shapes that no report has: each gets its cause, owner and mend."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ GONE = ": cannot open shared object file: No such file or directory"
         ("Failed to make directory", "cannot_write", "permission"),
         ("[Errno 30] Read-only file system: '/.deep_ep'", "cannot_write", "permission"),
         ("numpy.core.multiarray failed to import", "dependency_broken", "wheel"),
-        ("numpy.dtype size changed, may indicate binary incompatibility. Expected 96 from C header", "dependency_broken",
+        ("numpy.dtype size changed, may indicate binary incompatibility. Expected 96", "dependency_broken",
          "wheel"),
         ("cannot import name '_C' from partially initialized module 'deep_ep' (most likely due to a circular import)",
          "extension_missing", "wheel"),
@@ -148,7 +148,7 @@ def test_symbols_of_another_nixl_are_mended_by_one_nixl():
     assert packages(found["remedy"], "pip_install") == ["nixl-cu13==1.5.1"]
 
 
-# --- on disk -----------------------------------------------------------------------------------------------------------
+# --- on disk ------------------------------------------------------------------------------------------------------
 
 
 def test_an_empty_folder_of_nixl_that_pip_left(venv):
@@ -279,7 +279,7 @@ def test_host_checks_of_deep_ep(venv, text, code):
     assert code is None or found["code"] == code
 
 
-# --- one round ---------------------------------------------------------------------------------------------------------
+# --- one round ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
