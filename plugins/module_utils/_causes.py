@@ -247,7 +247,8 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "dependency_broken",
-        r"cannot import name '(?P<symbol>[^']{1,80})' from (?:partially initialized module )?'(?P<module>[\w.]{1,120})'|"
+        r"cannot import name '(?P<symbol>[^']{1,80})' from (?:partially initialized module "
+        r")?'(?P<module>[\w.]{1,120})'|"
         r"(?P<package>[\w.-]{1,60}) is installed with version (?P<have>\S{1,40}),? which is less than|"
         r"numpy\.dtype size changed|compiled using NumPy 1\.x cannot be run",
         "a Python package of the venv has another version than SGLang needs ({module})",
@@ -270,7 +271,8 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "gpu_out_of_memory",
         r"(?:CUDA|HIP|XPU|NPU) out of memory|torch\.(?:cuda\.)?OutOfMemoryError|CUDA driver error: out of memory|"
-        r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|[Ff]ree memory on device[^\n]*less than|cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
+        r"CU(?:BLAS|DNN|SOLVER|SPARSE)_STATUS_ALLOC_FAILED|[Ff]ree memory on device[^\n]*less than|"
+        r"cudaErrorMemoryAllocation|CUDA_ERROR_OUT_OF_MEMORY|"
         r"out of memory[^\n]{0,40}GPU|"
         r"CUDA error: out of memory|The memory capacity is unbalanced",
         "the GPU's memory does not suffice",
@@ -285,7 +287,8 @@ CAUSES: tuple[Row, ...] = (
         r"is not supported for the current GPU|Minimum capability: \d+|"
         r"not supported on sm_?\d+|sm_?\d+[^\n]{0,40} (?:is )?not (?:supported|compatible)|"
         r"Value 'sm_\w+' is not defined for option|"
-        r"(?:requires|only supports?|needs)[^\n]{0,60}(?:SM|sm_?)\d{2,3}|compute capability[^\n]{0,60}(?:or (?:above|higher|newer)|at least)",
+        r"(?:requires|only supports?|needs)[^\n]{0,60}(?:SM|sm_?)\d{2,3}|compute capability[^\n]{0,60}(?:or (?:above|"
+        r"higher|newer)|at least)",
         "a library has no code for this GPU's architecture",
         "install or build it for the compute capability of these GPUs",
     ),
@@ -293,7 +296,8 @@ CAUSES: tuple[Row, ...] = (
         "driver_too_old",
         r"CUDA driver version is insufficient|driver on your system is too old|CUDA_ERROR_SYSTEM_DRIVER_MISMATCH|"
         r"forward compatibility was attempted|unsupported display driver|"
-        r"Error 803|API version mismatch|Driver/library version mismatch|PTX was compiled with an unsupported toolchain",
+        r"Error 803|API version mismatch|Driver/library version mismatch|"
+        r"PTX was compiled with an unsupported toolchain",
         "the NVIDIA driver is too old for this CUDA",
         "update the driver, or use a torch for the older CUDA",
     ),
@@ -350,7 +354,8 @@ CAUSES: tuple[Row, ...] = (
         "jit_compile_failed",
         r"Ninja build (?:failed|stopped)|ninja: build stopped|nvcc fatal|ptxas (?:fatal|error)|CompilationError|"
         r"NVRTC_ERROR|PTXASError|NVCC compilation failed|"
-        r"returned non-zero exit status 1[^\n]*nvcc|nvcc[^\n]{0,2000}returned non-zero exit status|DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
+        r"returned non-zero exit status 1[^\n]*nvcc|nvcc[^\n]{0,2000}returned non-zero exit status|"
+        r"DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
         r"(?:Assertion|assert)[^\n]*(?:jit|compiler\.hpp)",
         "a kernel did not compile on this host",
         "read the compiler's first error in the lines; toolkit and torch must have one CUDA major",
@@ -367,7 +372,8 @@ CAUSES: tuple[Row, ...] = (
         "nvshmem_init",
         r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status:? 7|non-zero status|ERROR|abort|setup "
         r"connections failed)|"
-        r"connect EPS failed|nvshmem[^\n]{0,200}non-zero status|transport map failed|NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
+        r"connect EPS failed|nvshmem[^\n]{0,200}non-zero status|transport map failed|"
+        r"NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
         r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem",
         "NVSHMEM could not start",
         "IBGDA needs an mlx5 NIC, nvidia_peermem and EnableStreamMemOPs/PeerMappingOverride or gdrdrv; "

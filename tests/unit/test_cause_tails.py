@@ -31,7 +31,7 @@ def scheduler(text: str) -> list[str]:
     """As a traceback of rank 1, if the text is an exception; as it stands otherwise."""
     head = [
         "[2026-11-30 20:00:36 TP1 EP1] Scheduler hit an exception: Traceback (most recent call last):",
-        '  File "/opt/v/lib/python3.12/site-packages/sglang/srt/managers/scheduler.py", line 4325, in run_scheduler_process',
+        '  File "/opt/v/lib/sglang/srt/managers/scheduler.py", line 4325, in run_scheduler_process',
         "    scheduler = Scheduler(",
     ]
     return [*head, *text.splitlines(), ""]
@@ -47,8 +47,9 @@ def test_the_first_error_that_matters(code: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "text"), [(c, t) for c, t in TAILS if c not in ("flags_rejected", "port_taken") and "launch_server.py:" not in t]
-)  # fmt: skip
+    ("code", "text"),
+    [(c, t) for c, t in TAILS if c not in ("flags_rejected", "port_taken") and "launch_server.py:" not in t],
+)
 def test_inside_of_a_ranks_traceback(code: str, text: str) -> None:
     assert find_cause([*HARMLESS, *scheduler(text), *CASCADE])["code"] == code
 
