@@ -18,6 +18,8 @@ _TRUE = ("true", "yes", "on")
 _FALSE = ("false", "no", "off")
 _FIELDS = ("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "attn_dp_size", "moe_dp_size", "dcp_size")
 _SHOWN = {"<tp_size>": "the tp size", "<dp_size>": "the dp size"}
+# Declared as text and read as JSON by SGLang after the arguments.
+_JSON_TEXT = ("--json-model-override-args", "--model-loader-extra-config", "--preferred-sampling-params")
 PLACEHOLDERS = ("<tp_size>", "<dp_size>")
 
 
@@ -312,7 +314,7 @@ def _translate(
 def _add(reading: Reading, catalogue: Catalogue, key: str, value: Any, name: str, translated: bool = False) -> None:
     present = reading.given.get(key)
     if present is not None and not present.translated:
-        if present.value != value:
+        if present.value != value and tokens(present)[0] != tokens(present._replace(value=value))[0]:
             reading.reject(
                 "flag_given_twice",
                 f"sglang_flags gives {catalogue.flag(key)} twice: {present.name}={_shown(present.value)} "
@@ -449,12 +451,16 @@ def _scalar(entry: Mapping[str, Any], value: Any) -> tuple[str, Optional[dict[st
                 "flag_type", f"is a {'mapping' if isinstance(value, dict) else 'list'}, not a {kind}", kind
             )
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")), None
+    if str(entry.get("flag")) in _JSON_TEXT:
+        return _json_text(value)
     if isinstance(value, bool):
         expected = {"int": "a whole number", "float": "a number"}.get(str(kind), "a value")
         return "", _problem("flag_type", f"is a boolean, and the flag takes {expected}", expected)
     text = str(value).strip() if kind in ("int", "float") else str(value)
     if "\n" in text or "\0" in text:
-        return "", _problem("flag_type", "has more than one line")
+        return "", _problem(
+            "flag_type", "has more than one line", "one line, or the path of a file where the flag takes one"
+        )
     if kind == "int":
         if isinstance(value, float) and value.is_integer():
             text = str(int(value))
@@ -500,7 +506,9 @@ def _guessed(flag: str, value: Any) -> tuple[list[str], Optional[dict[str, Any]]
         return [flag, json.dumps(value, ensure_ascii=False, separators=(",", ":"))], None
     text = str(value)
     if "\n" in text or "\0" in text:
-        return [], _problem("flag_type", "has more than one line")
+        return [], _problem(
+            "flag_type", "has more than one line", "one line, or the path of a file where the flag takes one"
+        )
     return _pair(flag, text), None
 
 
