@@ -150,7 +150,7 @@ options:
     type: dict
     default: {}
 author:
-  - gpufleet.sglang contributors
+  - gpufleet.sglang contributors (@gpufleet)
 """
 
 EXAMPLES = r"""
@@ -253,7 +253,7 @@ ARGUMENTS = {
     "compile": {"type": "bool", "default": True},
     "smoke_wheel": {"type": "path"},
     "smoke_gpus": {"type": "int"},
-    "smoke_tokens": {"type": "int", "default": 4096},
+    "smoke_tokens": {"type": "int", "default": 4096, "no_log": False},
     "state_dir": {"type": "path", "default": "/var/lib/gpufleet-sglang"},
     "slice_seconds": {"type": "float", "default": 30.0},
     "carry": {"type": "dict", "default": {}},

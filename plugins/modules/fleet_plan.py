@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: fleet_plan
 short_description: Accept or refuse the plans of a whole run, and cut it into waves
 version_added: 0.1.0
-author: The gpufleet.sglang maintainers
+author: the gpufleet.sglang contributors (@gpufleet)
 description:
   - Runs once for the play. Reads the plans of all its hosts, refuses the run when one of them must not be applied, and
     otherwise cuts it into waves of whole instances. An instance over several hosts is never split.

@@ -9,7 +9,7 @@ DOCUMENTATION = r"""
 module: launch_plan
 short_description: Plan an SGLang instance from what is wanted and what is there
 version_added: 0.1.0
-author: The gpufleet.sglang maintainers
+author: the gpufleet.sglang contributors (@gpufleet)
 description:
   - Turns one instance of P(gpufleet.sglang.intents#filter) and the result of M(gpufleet.sglang.probe_info) into a
     command line, an environment and the remedies that come first. Runs on the controller without a connection.
