@@ -19,7 +19,7 @@ _FALSE = ("false", "no", "off")
 _FIELDS = ("tp_size", "pp_size", "dp_size", "ep_size", "attn_cp_size", "attn_dp_size", "moe_dp_size", "dcp_size")
 _SHOWN = {"<tp_size>": "the tp size", "<dp_size>": "the dp size"}
 # Declared as text and read as JSON by SGLang after the arguments.
-_JSON_TEXT = ("--json-model-override-args", "--model-loader-extra-config", "--preferred-sampling-params")
+JSON_TEXT = ("--json-model-override-args", "--model-loader-extra-config", "--preferred-sampling-params")
 PLACEHOLDERS = ("<tp_size>", "<dp_size>")
 
 
@@ -451,7 +451,7 @@ def _scalar(entry: Mapping[str, Any], value: Any) -> tuple[str, Optional[dict[st
                 "flag_type", f"is a {'mapping' if isinstance(value, dict) else 'list'}, not a {kind}", kind
             )
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")), None
-    if str(entry.get("flag")) in _JSON_TEXT:
+    if str(entry.get("flag")) in JSON_TEXT:
         return _json_text(value)
     if isinstance(value, bool):
         expected = {"int": "a whole number", "float": "a number"}.get(str(kind), "a value")

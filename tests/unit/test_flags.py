@@ -94,6 +94,8 @@ def test_sizes_have_one_name_where_the_definitions_list_them_under_argparses_nam
 def sample(entry: dict[str, Any]) -> Any:
     if entry["action"] != "store":
         return True
+    if entry["flag"] in _flags.JSON_TEXT:
+        return '{"a": [1, "x y"]}'
     value: Any = entry["choices"][0] if entry["choices"] else None
     if value is None:
         value = {"int": 3, "float": 0.5, "json": {"a": [1, "x y"]}}.get(entry["type"], "-a b%$")
