@@ -101,6 +101,47 @@ def test_the_waves_of_the_b300_fleet() -> None:
     assert fleet["serial"] == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "recorded", "variables", "a2a"),
+    [
+        ("auto", "h200x2", {}, "deepep"),
+        (
+            "low-latency",
+            "h200x2",
+            {"sglang_moe_a2a_backend": "deepep", "sglang_flags": {"deepep_mode": "low_latency"}},
+            "deepep",
+        ),
+        (
+            "before-deepep-fallback",
+            "h200x2-before-deepep",
+            {"sglang_moe_a2a_backend": ["deepep", "mooncake", "nixl"]},
+            None,
+        ),
+        (
+            "before-deepep-build",
+            "h200x2-before-deepep",
+            {"sglang_moe_a2a_backend": "deepep", "sglang_on_missing_backend": "build"},
+            "deepep",
+        ),
+    ],
+)
+def test_plans_from_what_the_module_saw_on_two_real_h200(
+    name: str, recorded: str, variables: dict[str, Any], a2a: str | None
+) -> None:
+    host = json.loads((FIXTURES / "probes" / f"{recorded}.json").read_text())
+    own = {"sglang_venv": host["venv"]["path"], "sglang_model_path": host["model"]["path"], **variables}
+    # The model of the recording has no weights: it was served with made-up ones.
+    own["sglang_flags"] = {"load_format": "dummy", **own.get("sglang_flags", {})}
+    wanted = intents_filter.intents(own)
+    plan = _launch_plan.make_plan(
+        wanted["instances"]["default"], host, wanted["backends"], wanted["settings"], wanted["problems"], "h200"
+    )
+    assert plan["rejections"] == []
+    assert plan["effective"]["tp_size"] == 2
+    assert a2a is None or plan["effective"]["moe_a2a_backend"] == a2a
+    both(f"h200x2/{name}", "h200", plan)
+
+
 def test_what_the_b300_hosts_would_do_without_their_backends() -> None:
     host = probe("nvlink-b300")
     host["backends"] = probe("pcie-rtxpro6000")["backends"]
