@@ -140,7 +140,9 @@ def test_symbols_of_another_ucx_break_what_files_only_suspect():
 
 def test_symbols_of_another_nixl_are_mended_by_one_nixl():
     seen = diagnose.Seen(top="package", installed=[
-        diagnose.Installed("nixl", "1.5.1", "meta", "/v/n"), diagnose.Installed("nixl-cu13", "1.5.1", "cu13", "/v/m")])  # fmt: skip
+        diagnose.Installed("nixl", "1.5.1", "meta", "/v/n"),
+        diagnose.Installed("nixl-cu13", "1.5.1", "cu13", "/v/m"),
+    ])  # fmt: skip
     found = raised(
         "/v/x.so: undefined symbol: _ZN9nixlAgent10getXferReqEv", backend="nixl", use="kv_transfer", seen=seen
     )
@@ -202,7 +204,8 @@ def test_two_publishers_of_deep_ep(venv):
     venv.torch()
     deep_ep(venv)
     venv.dist("tokenspeed-deepep", "2.1.0.post1", {
-        "deep_ep/__init__.py": DEEP_EP + "other = 1\n", f"deep_ep/_C{venv.suffix}": So(pyinit="_C", sm=[90])})  # fmt: skip
+        "deep_ep/__init__.py": DEEP_EP + "other = 1\n", f"deep_ep/_C{venv.suffix}": So(pyinit="_C", sm=[90]),
+    })  # fmt: skip
     found = use_of(venv, "deep_ep", "a2a", results=gpus("9.0"))
     assert found["state"] == "suspect"
     assert found["code"] == "file_owned_by_two_distributions"
@@ -287,7 +290,8 @@ def test_host_checks_of_deep_ep(venv, text, code):
     [
         (("2.14.1+cu130", "13.0"), "mooncake-transfer-engine-cuda13",
          ["ibverbs-providers", "libcurl4", "libibverbs1", "libnuma1"]),
-        (("2.12.0+cu128", "12.8"), "mooncake-transfer-engine", ["ibverbs-providers", "libcurl4", "libibverbs1", "libnuma1"]),
+        (("2.12.0+cu128", "12.8"), "mooncake-transfer-engine",
+         ["ibverbs-providers", "libcurl4", "libibverbs1", "libnuma1"]),
         (("2.13.0+cpu", None), "mooncake-transfer-engine-non-cuda", ["libcurl4", "libibverbs1", "libnuma1"]),
     ],
 )  # fmt: skip
