@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,13 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "collections"))
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._backends import BACKENDS
+from ansible_collections.gpufleet.sglang.plugins.module_utils._causes import CAUSES
 from ansible_collections.gpufleet.sglang.plugins.module_utils._codes import CODES, STATES
+from ansible_collections.gpufleet.sglang.plugins.module_utils._service_codes import (
+    CAUSE_SOURCES,
+    PREFLIGHT,
+    READINESS,
+)
 
 TARGET = ROOT / "docs" / "causes.md"
 
 INTRO = """# Causes and mends
 
-Made by `docs/tools/make_causes.py` from `plugins/module_utils/_codes.py` and `_backends.py`; do not edit.
+Made by `docs/tools/make_causes.py` from `plugins/module_utils/_codes.py`, `_backends.py`, `_service_codes.py` and
+`_causes.py`; do not edit. The first part is what the probe tells, the second part what serving tells.
 
 `probe_info` gives each use of each backend a `state` and a `code`. The code says the cause; this page says how it was
 told, who owns the fault, and what mends it. The state in a result may be milder or worse than the one here when the
@@ -43,6 +51,46 @@ MEANINGS = {
 def cell(text: str) -> str:
     """``text`` as the cell of a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def words(text: str) -> str:
+    """A text of _causes.py for the page: its groups are names in angle brackets."""
+    return cell(re.sub(r"\{(\w+)\}", r"`<\1>`", text))
+
+
+def service_parts() -> list[str]:
+    """The codes of service_unit and service_ready."""
+    parts = ["\n## Before a start (service_unit)\n"]
+    parts.append(
+        "In `problems` of `service_unit`. An error keeps the instance from being started, unless it is in "
+        "`accept_problems`; a warning is only told.\n"
+    )
+    parts.append("| code | severity | cause | mend | source |\n|---|---|---|---|---|")
+    for code, item in PREFLIGHT.items():
+        parts.append(f"| `{code}` | {item.severity} | {cell(item.text)} | {cell(item.mend)} | {cell(item.source)} |")
+    parts.append("\n## While waiting (service_ready)\n")
+    parts.append("| code | state | cause | mend | source |\n|---|---|---|---|---|")
+    for code, item in READINESS.items():
+        parts.append(f"| `{code}` | {item.severity} | {cell(item.text)} | {cell(item.mend)} | {cell(item.source)} |")
+    parts.append("\n## Found in the log of a start (service_ready)\n")
+    parts.append(
+        "The first error that matters decides, not the last line of the cascade. *Lasting*: the same start fails "
+        "again, so the wait ends at once. *Follows*: other processes say it about the one that failed; it is told only "
+        "when nothing else is known.\n"
+    )
+    parts.append("| code | cause | mend | lasting | follows | source |\n|---|---|---|---|---|---|")
+    seen: set[str] = set()
+    for row in CAUSES:
+        # Several rows of one code differ in how they read the log, not in what it means.
+        if row.code in seen:
+            continue
+        seen.add(row.code)
+        source = CAUSE_SOURCES.get(row.code, "the text that SGLang, torch, CUDA or the kernel writes")
+        parts.append(
+            f"| `{row.code}` | {words(row.message)} | {words(row.mend)} | {'yes' if row.permanent else 'no'} "
+            f"| {'yes' if row.symptom else 'no'} | {cell(source)} |"
+        )
+    return parts
 
 
 def page() -> str:
@@ -78,6 +126,7 @@ def page() -> str:
                 f"| `{name}` | {', '.join(row.uses)} | `{row.versions}` | `{row.sglang}` | {cell(row.why)} "
                 f"| {cell(row.source)} |"
             )
+    parts += service_parts()
     return "\n".join(parts).replace("\n\n\n", "\n\n").rstrip() + "\n"
 
 

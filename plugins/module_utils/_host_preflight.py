@@ -251,6 +251,14 @@ def access_as(
     return [(item[0], item[1]) if item else None for item in json.loads(text)]
 
 
+# (not there, out of reach) by the first word of what is looked for; the plan and the probe use the same codes.
+_ACCESS_CODES = {
+    "venv": ("venv_absent", "venv_unreadable_by_user"),
+    "model": ("model_path_absent", "model_unreadable"),
+    "cache": ("cache_absent", "cache_not_writable"),
+}
+
+
 def check_access(
     user: str, group: str, wanted: Sequence[tuple[str, str, str]], extra_groups: Sequence[str] = ()
 ) -> list[Problem]:
@@ -265,12 +273,12 @@ def check_access(
             continue
         at, why = blocked
         if why == "absent":
-            message, code = f"{what} {path} is not there", f"{what.split()[0]}_missing"
+            message, code = f"{what} {path} is not there", _ACCESS_CODES[what.split()[0]][0]
         elif why == "enter":
-            message, code = f"{what} {path}: {user} may not enter {at}", f"{what.split()[0]}_unreadable"
+            message, code = f"{what} {path}: {user} may not enter {at}", _ACCESS_CODES[what.split()[0]][1]
         else:
             verb = {"read": "read", "run": "execute", "write": "write"}[need]
-            message, code = f"{what} {path}: {user} may not {verb} it", f"{what.split()[0]}_unreadable"
+            message, code = f"{what} {path}: {user} may not {verb} it", _ACCESS_CODES[what.split()[0]][1]
         if why != "absent":
             message += f"; allow it (setfacl -m u:{user}:{'rwx' if need == 'write' else 'rx'} {at})"
         problems.append(problem(code, message, path=path, at=at))

@@ -143,7 +143,7 @@ def test_access_as_another_user(tmp_path: Path) -> None:
     closed.chmod(0o755)
     assert check_access("nobody", "nogroup", [("model path", str(closed / "model"), "read")]) == []
     told = check_access("nobody", "nogroup", [("cache folder", str(closed), "write")])
-    assert [item["code"] for item in told] == ["cache_unreadable"]
+    assert [item["code"] for item in told] == ["cache_not_writable"]
 
 
 def nvidia(apps: RunResult) -> object:

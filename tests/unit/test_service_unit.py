@@ -416,11 +416,11 @@ def test_plans_that_are_not_applied(machine: Machine, change: dict[str, Any], sa
 def test_all_problems_are_told_at_once_and_can_be_accepted(machine: Machine) -> None:
     bad = plan(env={"CUDA_HOME": ":/usr/local/cuda"})
     bad["unit"]["model_path"] = "/models/none"
-    with pytest.raises(ServiceError, match=r"cuda_home_is_a_path_list.*model_missing"):
+    with pytest.raises(ServiceError, match=r"cuda_home_is_a_path_list.*model_path_absent"):
         machine(plan=bad)
     checked = machine(plan=bad, check_mode=True)
-    assert {"cuda_home_is_a_path_list", "model_missing"} <= {item["code"] for item in checked["problems"]}
-    assert machine(plan=bad, accept_problems=["cuda_home_is_a_path_list", "model_missing"])["changed"]
+    assert {"cuda_home_is_a_path_list", "model_path_absent"} <= {item["code"] for item in checked["problems"]}
+    assert machine(plan=bad, accept_problems=["cuda_home_is_a_path_list", "model_path_absent"])["changed"]
 
 
 def test_diff_hides_what_sounds_secret() -> None:
