@@ -13,6 +13,7 @@ JOURNEY = (
     "accepted_instances",
     "applied_journals",
     "collect_probes",
+    "deepep_options",
     "failure",
     "further_remedies",
     "host_work",
@@ -23,7 +24,10 @@ JOURNEY = (
     "restored_targets",
     "router_keys",
     "secrets_by_instance",
+    "to_build",
+    "to_measure",
     "unmended",
+    "with_wheels",
 )
 ROLLOUT = (
     "back_work",

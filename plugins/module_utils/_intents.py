@@ -178,11 +178,21 @@ VARIABLES: tuple[Variable, ...] = (
     _host("allow_drift", "bool", False, "Reports drift of a running service without a failure."),
     _host("allow_static_evidence", "bool", True, "Plans may rest on static evidence where imports cannot be tried."),
     # DeepEP builds
-    _host("deepep_source", "str", None, "Git URL, tarball or folder on the host with DeepEP's source."),
     _host(
-        "deepep_revision", "str", None, "Revision of the source; by default the one pinned for the installed SGLang."
+        "deepep_source",
+        "str",
+        None,
+        "DeepEP's source: git URL (a path ending in .git is one), or tar archive or folder on the host.",
     ),
-    _host("deepep_build", "bool", False, "Builds DeepEP also where a published wheel would fit."),
+    _host(
+        "deepep_revision", "str", None, "Revision of a git source; by default the one pinned for the installed SGLang."
+    ),
+    _host(
+        "deepep_build",
+        "bool",
+        False,
+        "Builds a missing DeepEP that is asked for by name, also where a published wheel would fit.",
+    ),
     _host(
         "deepep_archs",
         "strs",
@@ -195,7 +205,8 @@ VARIABLES: tuple[Variable, ...] = (
         "deepep_cuda_home", "path", None, "CUDA toolkit of the build; by default the one that matches the venv's torch."
     ),
     _host("deepep_nvshmem_dir", "path", None, "NVSHMEM of the build; by default the venv's package."),
-    _host("deepep_wheel_url", "str", None, "URL that finished wheels are fetched from."),
+    _host("deepep_nccl_dir", "path", None, "NCCL of DeepEP 2, for build and service; by default the venv's package."),
+    _host("deepep_wheel_url", "str", None, "URL of a copy of a host's or controller's folder wheels, by HTTP."),
     # Tuning
     _host(
         "tune_candidates", "list", [], "Variants that the tuning run compares, each a mapping of instance variables."

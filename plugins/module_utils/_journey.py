@@ -143,12 +143,90 @@ def required_remedies(plans: Mapping[str, Any]) -> dict[str, list[dict[str, Any]
 
 def further_remedies(plans: Mapping[str, Any], tried: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Return the remedies that are required now and were not tried yet; the same steps again would not help."""
-    done = [remedy.get("steps") for found in tried.values() for remedy in found]
+    done = [remedy.get("instead_of") or remedy.get("steps") for found in tried.values() for remedy in found]
     left = {
         venv: [remedy for remedy in found if remedy.get("steps") not in done]
         for venv, found in required_remedies(plans).items()
     }
     return {venv: found for venv, found in left.items() if found}
+
+
+def to_build(remedies: Mapping[str, Iterable[Mapping[str, Any]]]) -> list[str]:
+    """Return the venvs of ``{venv: [remedy]}`` that a DeepEP wheel is built for."""
+    return [venv for venv, found in remedies.items() if any(_builds(remedy) for remedy in found)]
+
+
+def _builds(remedy: Mapping[str, Any]) -> bool:
+    return any(step.get("action") == "build" for step in remedy.get("steps") or [])
+
+
+def with_wheels(
+    remedies: Mapping[str, Iterable[Mapping[str, Any]]], wheels: Mapping[str, Mapping[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return ``{venv: [remedy]}`` with each build replaced by the steps that install the wheel of that venv.
+
+    ``wheels`` is ``{venv: the remedy that deepep_wheel returned}``. ``instead_of`` keeps the steps as planned, by which
+    ``further_remedies`` knows them again. A build without a wheel, as in check mode, stays.
+    """
+    done: dict[str, list[dict[str, Any]]] = {}
+    for venv, found in remedies.items():
+        wheel = wheels.get(venv) or {}
+        done[venv] = []
+        for remedy in found:
+            remedy = dict(remedy)
+            if wheel and _builds(remedy):
+                steps = [
+                    made
+                    for step in remedy["steps"]
+                    for made in (wheel["steps"] if step.get("action") == "build" else [step])
+                ]
+                remedy.update(steps=steps, instead_of=remedy["steps"], summary=wheel["summary"])
+            done[venv].append(remedy)
+    return done
+
+
+def deepep_options(
+    settings: Mapping[str, Any], plans: Mapping[str, Any], intents: Mapping[str, Any], venv: str
+) -> dict[str, Any]:
+    """Return what the role ``deepep`` is told for one venv, by its variables without the prefix.
+
+    The import is proven with the variables of the first service of the venv, as the plans have them. Raises ValueError
+    for a revision of a source that has none.
+    """
+    source = str(settings.get("deepep_source") or "")
+    is_url = bool(source) and (not source.startswith("/") or source.rstrip("/").endswith(".git"))
+    if source and not is_url and settings.get("deepep_revision"):
+        raise ValueError(
+            f"sglang_deepep_revision is {settings['deepep_revision']}, and sglang_deepep_source {source} is no git "
+            "repository; remove sglang_deepep_revision, or give a git URL"
+        )
+    services = [plan for plan in plans.values() if plan.get("service") and (plan.get("unit") or {}).get("venv") == venv]
+    about = (intents.get("venvs") or {}).get(venv) or {}
+    return {
+        "venv": venv,
+        "source_path": "" if is_url else source,
+        "source_url": source if is_url else "",
+        "revision": str(settings.get("deepep_revision") or ""),
+        "gpu_archs": [str(arch) for arch in settings.get("deepep_archs") or []],
+        "toolkit": str(settings.get("deepep_cuda_home") or ""),
+        "nvshmem_dir": str(settings.get("deepep_nvshmem_dir") or ""),
+        "nccl_dir": str(settings.get("deepep_nccl_dir") or ""),
+        "wheelhouse": str(settings.get("wheelhouse") or ""),
+        "wheel_url": str(settings.get("deepep_wheel_url") or "").rstrip("/"),
+        "max_jobs": int(settings.get("deepep_max_jobs") or 0),
+        "time_limit": int(settings.get("deepep_timeout") or 5400),
+        "artifacts_dir": str(settings.get("artifacts_dir") or "artifacts"),
+        "service_environment": dict(services[0].get("env") or {}) if services else dict(about.get("environment") or {}),
+    }
+
+
+def to_measure(probes: Mapping[str, Any]) -> list[str]:
+    """Return the venvs whose DeepEP can be tried on the GPUs: what does not import needs no measuring."""
+    return [
+        venv
+        for venv, probe in probes.items()
+        if ((probe.get("backends") or {}).get("deep_ep") or {}).get("state") in ("ok", "suspect")
+    ]
 
 
 def _is_running(probes: Mapping[str, Any], venv: str, instance: str) -> bool:

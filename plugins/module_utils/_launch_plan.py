@@ -229,9 +229,9 @@ def _want_backends(draft: Draft, wanted: Mapping[str, Sequence[str]]) -> None:
             if found == "ok":
                 continue
             remedy = state.get("remedy") or {}
-            builds = draft.intent.get("on_missing_backend") == "build" or draft.settings.get("deepep_build")
+            builds = _plan_backends.policy_for(draft, backend) == "build"
             if backend == "deep_ep" and builds and remedy.get("kind") in ("install", "replace", "rebuild"):
-                remedy = _plan_backends.build_remedy()
+                remedy = _plan_backends.build_remedy(remedy)
             if remedy.get("kind") in (None, "none", "driver"):
                 draft.warn(
                     "wanted_backend_not_mendable",

@@ -117,24 +117,31 @@ def first_line(text: Any, length: int = 200) -> str:
     return line if len(line) <= length else line[: length - 1].rstrip() + "…"
 
 
-def build_remedy() -> dict[str, Any]:
-    """DeepEP from source, in place of a published wheel."""
+def build_remedy(published: Optional[dict[str, Any]] = None) -> dict[str, Any]:
+    """DeepEP from source, in place of a ``published`` wheel; what that would uninstall goes here too."""
+    removes = [step for step in (published or {}).get("steps") or [] if step.get("action") == "pip_uninstall"]
     return {
         "kind": "rebuild",
         "summary": "build DeepEP against the host's CUDA toolkit and install the wheel",
-        "steps": [{"action": "build", "packages": [], "args": {"backend": "deep_ep"}}],
+        "steps": [*removes, {"action": "build", "packages": [], "args": {"backend": "deep_ep"}}],
     }
+
+
+def policy_for(draft: Draft, library: Optional[str]) -> str:
+    """``sglang_on_missing_backend``; ``sglang_deepep_build`` makes it ``build`` for DeepEP, short of ``fail``."""
+    policy = draft.intent.get("on_missing_backend") or "fallback"
+    return "build" if library == "deep_ep" and draft.settings.get("deepep_build") and policy != "fail" else str(policy)
 
 
 def may_mend(draft: Draft, verdict: Verdict) -> Optional[dict[str, Any]]:
     """The remedy that ``sglang_on_missing_backend`` allows for a backend whose only fault is its state, else None."""
-    policy = draft.intent.get("on_missing_backend") or "fallback"
+    policy = policy_for(draft, verdict.library)
     if policy not in ("install", "build") or verdict.hard or not verdict.reasons or not verdict.library:
         return None
     remedy = verdict.state.get("remedy") or {}
     kind = remedy.get("kind")
     if policy == "build" and verdict.library == "deep_ep" and kind in ("install", "rebuild", "replace"):
-        return build_remedy()
+        return build_remedy(remedy)
     if kind in MENDABLE:
         if kind == "system_package" and not draft.settings.get("manage_system_packages"):
             draft.warn(
@@ -695,6 +702,10 @@ def dispatch_settings(draft: Draft, a2a: str, sizes: Sizes) -> dict[str, Any]:
         _capacity(draft, row, mode, sizes, flags)
     if row.library == "deep_ep":
         _nvshmem(draft, sizes)
+        nccl = draft.settings.get("deepep_nccl_dir")
+        if nccl and "EP_NCCL_ROOT_DIR" not in draft.user_env:
+            draft.env["EP_NCCL_ROOT_DIR"] = str(nccl)
+            draft.decide("EP_NCCL_ROOT_DIR", str(nccl), "DeepEP 2 looks for the NCCL of its build when it is imported")
     alone = sizes.nnodes == 1 and draft.rdma_devices() == []
     if a2a == "deepep_v2" and alone and "EP_DISABLE_GIN" not in draft.user_env:
         draft.env["EP_DISABLE_GIN"] = "1"
