@@ -94,7 +94,17 @@ def _plan_service(draft: Draft, wanted: Mapping[str, Sequence[str]], usable: boo
             variable="sglang_kv_transfer_backend",
             value=intent["kv_transfer_backend"],
         )
-    role = role or _role_of_flags(draft)
+    said = _role_of_flags(draft)
+    if role and said and role != said:
+        draft.reject(
+            "contradiction",
+            f"sglang_role is {role}, and sglang_flags.disaggregation_mode is {said}",
+            flag=draft.catalogue.flag("disaggregation_mode"),
+            variable="sglang_role",
+            value=said,
+            suggestion="keep sglang_role",
+        )
+    role = role or said
     kv = None
     if role:
         kv = _plan_backends.choose_simple(
@@ -454,7 +464,8 @@ def _command(
 def _words(draft: Draft, key: str, value: Any) -> list[str]:
     given = _flags.Given(key, draft.catalogue.flag(key), value, key, draft.catalogue.entry(key))
     words, problem = _flags.tokens(given)
-    if problem:
+    told = any(row["flag"] == given.flag and row["value"] == value for row in draft.rejections)
+    if problem and not told:
         draft.reject(
             problem["code"],
             f"{given.flag}: {value} {problem['message']}",

@@ -445,6 +445,7 @@ def _refuse(draft: Draft, verdict: Verdict, flag: str, variable: str, instead: O
 def _auto(draft: Draft, sizes: Sizes) -> str:
     verdicts = []
     for name in _rules.A2A_AUTO:
+        before = len(draft.warnings)
         verdict = judge_a2a(draft, name, sizes, keeps_ep=True)
         reasons = list(verdict.reasons)
         method = (draft.config.get("quantization") or {}).get("method")
@@ -478,6 +479,8 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
                 "moe_a2a_backend", name, f"auto: it works here ({_level(verdict)})", _evidence(draft, verdicts)
             )
             return _taken(draft, verdict, sizes)
+        # What is to be minded about a backend is of no use where it is not taken.
+        del draft.warnings[before:]
     draft.decide("moe_a2a_backend", "none", "auto: " + _fallback_text(draft, verdicts), _evidence(draft, verdicts))
     return "none"
 
@@ -488,6 +491,7 @@ def _preferred(draft: Draft, names: Sequence[str], sizes: Sizes) -> str:
         if name == "none":
             draft.decide("moe_a2a_backend", "none", _fallback_text(draft, verdicts), _evidence(draft, verdicts))
             return "none"
+        before = len(draft.warnings)
         verdict = judge_a2a(draft, name, sizes, keeps_ep=True)
         verdicts.append(verdict)
         remedy = None if verdict.usable else may_mend(draft, verdict)
@@ -501,6 +505,7 @@ def _preferred(draft: Draft, names: Sequence[str], sizes: Sizes) -> str:
                 because += f". {passed}"
             draft.decide("moe_a2a_backend", name, because, _evidence(draft, verdicts))
             return _taken(draft, verdict, sizes)
+        del draft.warnings[before:]
     if (draft.intent.get("on_missing_backend") or "fallback") == "fallback":
         draft.decide("moe_a2a_backend", "none", _fallback_text(draft, verdicts), _evidence(draft, verdicts))
         return "none"

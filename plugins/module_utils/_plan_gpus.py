@@ -35,6 +35,7 @@ _FREE_SHARE = 0.12
 
 def check_gpus(draft: Draft) -> None:
     """Refuse what the GPUs of the instance cannot do; all of it."""
+    _check_device(draft)
     if draft.on_cpu:
         return
     torch = draft.probe.get("torch") or {}
@@ -72,6 +73,25 @@ def check_gpus(draft: Draft) -> None:
         draft.warn(
             "nvlink_degraded", f"GPU {bad} is outside of NVLink: repair or leave it out", value=fabric["bad_gpus"]
         )
+
+
+_DEVICES = ("cuda", "cpu", "xpu", "hpu", "npu", "musa", "mps")
+
+
+def _check_device(draft: Draft) -> None:
+    device = draft.flag("device")
+    if device is None or str(device) in _DEVICES:
+        return
+    kind = str(device).casefold().split(":")[0]
+    draft.reject(
+        "flag_choice",
+        f"--device is {device}, and SGLang compares it with the words {', '.join(_DEVICES)}",
+        flag="--device",
+        variable="sglang_flags.device",
+        value=device,
+        suggestion=(kind if kind in _DEVICES else "cuda")
+        + ("; a GPU is chosen with sglang_gpus" if ":" in kind else ""),
+    )
 
 
 def _check_selection(draft: Draft, devices: list[Mapping[str, Any]]) -> None:

@@ -106,7 +106,7 @@ def choose_sizes(draft: Draft, wants_experts_spread: bool) -> Sizes:
     if "tp_size" in sizes:
         tp = sizes["tp_size"]
     elif known:
-        tp = _auto_tp(draft, max(1, total // (pp * dp)), attn_dp)
+        tp, pp = _auto_tp(draft, max(1, total // (pp * dp)), attn_dp, pp, nnodes, bool(given))
     else:
         tp = sizes.get("ep_size", 1)
     if draft.truth("enable_ep_moe") or draft.truth("enable_deepep_moe"):
@@ -165,17 +165,30 @@ def largest_divisor(number: int, limit: int) -> int:
     return next(size for size in range(min(number, limit), 0, -1) if number % size == 0)
 
 
-def _auto_tp(draft: Draft, most: int, attn_dp: int) -> int:
-    for size in range(most, 0, -1):
-        if size % attn_dp == 0 and not _tp_faults(draft.config, size, attn_dp):
-            return size
-    return most
+def _auto_tp(draft: Draft, most: int, attn_dp: int, pp: int, nnodes: int, given: bool) -> tuple[int, int]:
+    """The largest tp that divides the model and can be spread over the hosts, and pp.
+
+    Where no tp over all hosts can (24 GPUs of three hosts and 64 heads), each host becomes a pipeline stage.
+    """
+    fits = [size for size in range(most, 0, -1) if size % attn_dp == 0 and not _tp_faults(draft.config, size, attn_dp)]
+    spread = [size for size in fits if (size * pp) % nnodes == 0]
+    if spread and (nnodes == 1 or spread[0] > most // nnodes):
+        return spread[0], pp
+    stages = [size for size in fits if size <= most // nnodes]
+    if nnodes > 1 and not given and stages and (draft.config.get("layers") or nnodes) >= nnodes:
+        return stages[0], nnodes
+    return (spread or [most])[0], pp
+
+
+def _kv_heads(model: Mapping[str, Any]) -> Optional[int]:
+    # Latent attention (MLA) keeps one latent head on every rank, whatever the configuration calls key-value heads.
+    return None if model.get("kv_lora_rank") else model.get("kv_heads")
 
 
 def _tp_faults(model: Mapping[str, Any], tp: int, attn_dp: int) -> list[str]:
     attn_tp = max(1, tp // attn_dp)
     faults = []
-    heads, kv = model.get("heads"), model.get("kv_heads")
+    heads, kv = model.get("heads"), _kv_heads(model)
     if heads and heads % attn_tp:
         faults.append(f"{heads} heads % {attn_tp} = {heads % attn_tp}")
     if kv and (kv % attn_tp if kv >= attn_tp else attn_tp % kv):
@@ -195,6 +208,8 @@ def _explain(draft: Draft, sizes: Sizes, local: int) -> None:
         because = "the GPUs are not known"
     elif named == "auto" and not sizes.given:
         because = f"auto: all {local} GPUs" + (f" of each of {sizes.nnodes} hosts" if sizes.nnodes > 1 else "")
+        if sizes.pp > 1:
+            because += ", each host a stage: no tp over all of them divides the model"
         if sizes.tp * sizes.pp * sizes.dp < local * sizes.nnodes:
             faults = "; ".join(_tp_faults(draft.config, local * sizes.nnodes, sizes.attn_dp))
             because = f"auto: {local * sizes.nnodes} GPUs do not divide the model ({faults}), {sizes.tp} do"
@@ -244,7 +259,8 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
     local = len(draft.gpus())
     if sizes.known and not draft.on_cpu:
         need = tp * pp * dp
-        if need > local * nnodes:
+        none_left = not local and any(row["code"] in ("no_gpu_visible", "gpu_lost") for row in draft.rejections)
+        if need > local * nnodes and not none_left:
             draft.reject(
                 "not_enough_gpus",
                 f"tp {tp} x pp {pp} x dp {dp} needs {need} GPUs, and the instance has {local * nnodes}",
@@ -312,7 +328,7 @@ def check_sizes(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
 def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
     model, tp, pp = draft.config, sizes.tp, sizes.pp
     attn_tp = max(1, tp // sizes.attn_dp)
-    heads, kv, layers = model.get("heads"), model.get("kv_heads"), model.get("layers")
+    heads, kv, layers = model.get("heads"), _kv_heads(model), model.get("layers")
     if heads and heads % attn_tp:
         fit = next(size for size in range(attn_tp, 0, -1) if heads % size == 0)
         draft.reject(

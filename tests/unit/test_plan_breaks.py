@@ -395,3 +395,50 @@ def test_rules_of_archs_and_capabilities_do_not_overlap_for_one_version() -> Non
     for version in ("0.4.9", *dumps()):
         methods = [row.method for row in _rules.MIN_CAPABILITY if _rules._versions.within(version, row.sglang)]
         assert len(methods) == len(set(methods)), version
+
+
+def test_a_role_and_a_mode_that_disagree() -> None:
+    plan = make(probe(B300), role="decode", flags={"disaggregation_mode": "prefill"})
+    assert "sglang_role is decode" in rejection(plan, "contradiction")["message"]
+    assert make(probe(B300), role="decode", flags={"disaggregation_mode": "decode"})["rejections"] == []
+
+
+def test_one_fault_is_told_once() -> None:
+    plan = make(probe(B300), role="prefill", kv_transfer_backend="rdma")
+    assert codes(plan["rejections"]) == ["backend_not_in_this_sglang"]
+    hidden = make(probe(B300), env_vars={"CUDA_VISIBLE_DEVICES": "GPU-0"})
+    assert codes(hidden["rejections"]) == ["no_gpu_visible"]
+
+
+def test_what_is_to_be_minded_about_a_backend_is_silent_where_it_is_not_taken() -> None:
+    host = probe(B300)
+    host["fabric"]["driver_params"], host["fabric"]["rdma"]["nvidia_peermem"] = {}, False
+    told = {"ibgda_unknown", "nvidia_peermem_absent"}
+    assert told <= set(codes(make(host, **TWO)["warnings"]))
+    listed = make(host, flags={"moe_runner_backend": "auto"}, **{**TWO, "moe_a2a_backend": ["nixl", "none"]})
+    assert not told & set(codes(listed["warnings"]))
+    auto = make(host, **{**TWO, "moe_a2a_backend": "auto"})
+    assert auto["effective"]["moe_a2a_backend"] == "none" and not told & set(codes(auto["warnings"]))
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(1, (8, 1)), (2, (16, 1)), (3, (8, 3)), (4, (32, 1))])
+def test_auto_over_hosts_never_makes_sizes_that_it_then_refuses(count: int, sizes: tuple[int, int]) -> None:
+    hosts = [f"gpu-{number:02}" for number in range(1, count + 1)]
+    plan = make(probe(B300), hosts=hosts, rendezvous={"address": "10.0.0.1"})
+    assert plan["rejections"] == []
+    assert (plan["effective"]["tp_size"], plan["effective"]["pp_size"]) == sizes
+
+
+@pytest.mark.parametrize(("device", "suggestion"), [("CPU", "cpu"), ("cuda:0", "cuda"), ("gpu", "cuda")])
+def test_the_words_for_devices(device: str, suggestion: str) -> None:
+    row = rejection(make(probe(H200), flags={"device": device}), "flag_choice")
+    assert row["suggestion"].startswith(suggestion)
+    assert make(probe(H200), flags={"device": "cuda"})["rejections"] == []
+
+
+def test_latent_attention_has_no_key_value_heads_to_split() -> None:
+    uneven = {"kv_heads": 3}
+    assert "kv_heads_not_divisible" in codes(
+        make(probe(H200, model={**uneven, **PLAIN}), parallelism="tp8")["rejections"]
+    )
+    assert make(probe(H200, model={**uneven, **MLA}), parallelism="tp8")["rejections"] == []
