@@ -141,6 +141,23 @@ PREFLIGHT: dict[str, ServiceCode] = {
     "remove_ipc_hits_other_instances": ServiceCode(
         "error", "RemoveIPC=yes removes shared memory of all of the user's instances when one stops.", "Take it out.",
         "systemd.exec(5)"),
+    "remain_after_exit_hides_death": ServiceCode(
+        "error", "RemainAfterExit=yes shows the unit active after its process has ended.", "Take it out.",
+        "systemd.service(5)"),
+    "tasks_max_too_low": ServiceCode(
+        "error", "TasksMax is below what SGLang, NCCL and the compilers start.", "TasksMax=infinity.",
+        "systemd.resource-control(5)"),
+    "nofile_too_low": ServiceCode(
+        "error", "LimitNOFILE is below what clients, weight files and queues take.", "LimitNOFILE=1048576.",
+        "systemd.exec(5)"),
+    "address_families_missing": ServiceCode(
+        "error", "RestrictAddressFamilies takes away what NCCL and the server use.",
+        "Allow AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK.", "systemd.exec(5)"),
+    "private_network_hides_port": ServiceCode(
+        "error", "PrivateNetwork=yes: nobody reaches the port.", "Take it out.", "systemd.exec(5)"),
+    "protect_system_hides_caches": ServiceCode(
+        "error", "ProtectSystem=strict leaves no folder for the JIT caches.",
+        "CacheDirectory=, StateDirectory= or ReadWritePaths=.", "vllm-project/vllm#10185"),
     "private_tmp": ServiceCode(
         "note", "Sockets and IPC files in /tmp are not shared with other units.", "Nothing, unless CUDA MPS is used.",
         "systemd.exec(5)"),

@@ -363,6 +363,10 @@ def unit_revision(text: str) -> str | None:
         return None
 
 
+# A judgement, not a measurement: one rank alone has hundreds of threads, and each client and weight file is open.
+MIN_TASKS = 1024
+MIN_FILES = 4096
+
 _SPAN_UNITS = {
     "us": 1e-6,
     "ms": 1e-3,
@@ -402,7 +406,11 @@ def parse_span(text: Any) -> float | None:
 
 
 def _yes(value: str | None) -> bool:
-    return str(value).lower() in ("yes", "true", "on", "1")
+    return str(value).lower() in ("yes", "y", "true", "t", "on", "1")
+
+
+def _no(value: str | None) -> bool:
+    return str(value).lower() in ("no", "n", "false", "f", "off", "0")
 
 
 def _problem(code: str, message: str, severity: str = "error", **extra: Any) -> dict[str, Any]:
@@ -489,6 +497,60 @@ def _review_devices(unit: Unit) -> list[dict[str, Any]]:
     return problems
 
 
+def _review_limits(unit: Unit) -> list[dict[str, Any]]:
+    problems = []
+    tasks = setting(unit, "Service", "TasksMax") or ""
+    if tasks.isdigit() and int(tasks) < MIN_TASKS:
+        problems.append(
+            _problem(
+                "tasks_max_too_low",
+                f"TasksMax={tasks}: SGLang, NCCL and the compilers start many threads; leave it at infinity",
+                setting="TasksMax",
+            )
+        )
+    files = (setting(unit, "Service", "LimitNOFILE") or "").split(":")[0]
+    if files.isdigit() and int(files) < MIN_FILES:
+        problems.append(
+            _problem(
+                "nofile_too_low",
+                f"LimitNOFILE={files}: each client, weight file and queue takes some; give it {MIN_FILES} or more",
+                setting="LimitNOFILE",
+            )
+        )
+    families = " ".join(settings(unit, "Service", "RestrictAddressFamilies"))
+    if families and not families.startswith("~"):
+        missing = [name for name in ("AF_UNIX", "AF_INET", "AF_NETLINK") if name not in families.split()]
+        if missing:
+            problems.append(
+                _problem(
+                    "address_families_missing",
+                    f"RestrictAddressFamilies={families} lacks {', '.join(missing)}, which NCCL or the server uses",
+                    setting="RestrictAddressFamilies",
+                )
+            )
+    if _yes(setting(unit, "Service", "PrivateNetwork")):
+        problems.append(
+            _problem(
+                "private_network_hides_port", "PrivateNetwork=yes: nobody reaches the port", setting="PrivateNetwork"
+            )
+        )
+    writable = [
+        key
+        for key in ("CacheDirectory", "StateDirectory", "ReadWritePaths", "BindPaths")
+        if settings(unit, "Service", key)
+    ]
+    if setting(unit, "Service", "ProtectSystem") == "strict" and not writable:
+        problems.append(
+            _problem(
+                "protect_system_hides_caches",
+                "ProtectSystem=strict leaves no folder for the JIT caches; add CacheDirectory=, StateDirectory= or "
+                "ReadWritePaths=",
+                setting="ProtectSystem",
+            )
+        )
+    return problems
+
+
 def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     """What in a unit does not work for SGLang: ``[{code, message, severity, setting}]``; severity error or note.
 
@@ -505,8 +567,16 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
                 setting="KillMode",
             )
         )
+    if _no(setting(unit, service, "SendSIGKILL")):
+        problems.append(
+            _problem(
+                "kill_mode_leaves_schedulers",
+                "SendSIGKILL=no leaves schedulers behind that ignore SIGTERM and hold GPU memory; take it out",
+                setting="SendSIGKILL",
+            )
+        )
     memlock = setting(unit, service, "LimitMEMLOCK")
-    if memlock is None:
+    if not memlock:
         problems.append(
             _problem(
                 "memlock_not_set_in_unit",
@@ -523,7 +593,7 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
             )
         )
     kind = setting(unit, service, "Type") or "simple"
-    if kind in ("notify", "notify-reload", "dbus", "forking"):
+    if kind in ("notify", "notify-reload", "dbus", "forking", "oneshot"):
         problems.append(
             _problem(
                 "type_never_starts",
@@ -543,8 +613,17 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
                     setting="TimeoutStartSec",
                 )
             )
+    if _yes(setting(unit, service, "RemainAfterExit")):
+        problems.append(
+            _problem(
+                "remain_after_exit_hides_death",
+                "RemainAfterExit=yes shows the unit active after its process has ended, and it is not restarted",
+                setting="RemainAfterExit",
+            )
+        )
     problems += _review_restart(unit)
     problems += _review_devices(unit)
+    problems += _review_limits(unit)
     if _yes(setting(unit, service, "MemoryDenyWriteExecute")):
         problems.append(
             _problem(

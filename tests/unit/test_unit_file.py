@@ -188,6 +188,30 @@ def test_environment_has_the_compilers_and_the_caches() -> None:
         ("LimitMEMLOCK=infinity\nExecStartPost=/x --timeout 1800\nTimeoutStartSec=1860", set()),
         ("LimitMEMLOCK=infinity\nExecStartPost=/x --timeout 1800\nTimeoutStartSec=31min", set()),
         ("LimitMEMLOCK=infinity\nRemoveIPC=yes", {"remove_ipc_hits_other_instances"}),
+        ("LimitMEMLOCK=", {"memlock_not_set_in_unit"}),
+        ("LimitMEMLOCK=Infinity", {"memlock_word_ignored"}),
+        ("LimitMEMLOCK=-1", {"memlock_word_ignored"}),
+        ("LimitMEMLOCK=8G:infinity", set()),
+        ("LimitMEMLOCK=infinity\nSendSIGKILL=no", {"kill_mode_leaves_schedulers"}),
+        ("LimitMEMLOCK=infinity\nPrivateDevices=t", {"private_devices_hides_gpus"}),
+        ("LimitMEMLOCK=infinity\nDevicePolicy=strict", {"device_policy_hides_gpus"}),
+        ("LimitMEMLOCK=infinity\nDeviceAllow=/dev/nvidiactl rw", {"device_policy_hides_gpus"}),
+        ("LimitMEMLOCK=infinity\nDevicePolicy=auto", set()),
+        ("LimitMEMLOCK=infinity\nType=oneshot", {"type_never_starts"}),
+        ("LimitMEMLOCK=infinity\nType=forking", {"type_never_starts"}),
+        ("LimitMEMLOCK=infinity\nType=exec\nRemainAfterExit=yes", {"remain_after_exit_hides_death"}),
+        ("LimitMEMLOCK=infinity\nExecStartPost=/bin/sleep 5\nTimeoutStartSec=infinity", set()),
+        ("LimitMEMLOCK=infinity\nTasksMax=512", {"tasks_max_too_low"}),
+        ("LimitMEMLOCK=infinity\nTasksMax=infinity", set()),
+        ("LimitMEMLOCK=infinity\nLimitNOFILE=1024", {"nofile_too_low"}),
+        ("LimitMEMLOCK=infinity\nLimitNOFILE=1024:524288", {"nofile_too_low"}),
+        ("LimitMEMLOCK=infinity\nRestrictAddressFamilies=AF_INET AF_INET6", {"address_families_missing"}),
+        ("LimitMEMLOCK=infinity\nRestrictAddressFamilies=~AF_PACKET", set()),
+        ("LimitMEMLOCK=infinity\nPrivateNetwork=yes", {"private_network_hides_port"}),
+        ("LimitMEMLOCK=infinity\nProtectSystem=strict", {"protect_system_hides_caches"}),
+        ("LimitMEMLOCK=infinity\nProtectSystem=strict\nCacheDirectory=sglang", set()),
+        ("LimitMEMLOCK=infinity\nRestart=on-failure\nRestartSec=5min", {"restart_unbounded"}),
+        ("LimitMEMLOCK=infinity\nRestart=no\nRestartSec=5min", set()),
     ],
 )
 def test_units_made_by_others(lines: str, expected: set[str]) -> None:
@@ -216,6 +240,12 @@ def test_environment_faults() -> None:
         ("cuda_home_is_a_path_list", "/usr/local/cuda-12.8")
     ]
     assert codes("[Service]\nLimitMEMLOCK=infinity\nEnvironment=PATH=/opt/x:$PATH\n") == {"environment_not_expanded"}
+    for value in ("/usr/local/cuda-12.8:", "/usr/local/cuda-12.6:/usr/local/cuda-12.8", ":/usr/local/cuda-12.8:"):
+        assert [item["suggestion"] for item in review_environment({"CUDA_PATH": value})] == ["/usr/local/cuda-12.8"]
+    assert review_environment({"CUDA_HOME": "/usr/local/cuda-12.8", "NVCC_FLAGS": "a:b"}) == []
+    assert codes('[Service]\nLimitMEMLOCK=infinity\nEnvironment="LD_LIBRARY_PATH=/x:${LD_LIBRARY_PATH}"\n') == {
+        "environment_not_expanded"
+    }
     hidden = "[Service]\nLimitMEMLOCK=infinity\nProtectHome=yes\n"
     assert codes(hidden, {"HF_HOME": "/home/ml/.cache/huggingface"}) == {"hf_home_hidden_by_ProtectHome"}
     assert codes(hidden, {"HF_HOME": "/data/hf"}) == set()
