@@ -1,88 +1,62 @@
-#!/usr/bin/env python3
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A stand-in for ``sglang.launch_server``: answers like a server of the model in its arguments, and generates nothing.
+"""A stand-in for ``sglang.launch_server`` that generates nothing: it starts in a moment where the real one takes 20 s.
 
-Tests put it, with scripted_server.py beside it, over the file of that name in a test host's venv, so that everything
-up to the start is real. It ends at once when the file ``/etc/stand-in-fails`` names its ``STAND_IN_REVISION``. Rank 0
-of several serves only after the others greeted it at the rendezvous, and all ranks end when one does.
+It is put into a venv of the real SGLang next to ``scripted_server.py``, so that flags and distributions are real ones.
+``--mem-fraction-static 0.99`` makes it fail as SGLang does without room for its KV cache; while ``/run/standin/hold``
+exists it loads.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import socket
+import signal
 import sys
-import threading
 import time
+from typing import Any
 
-sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-import scripted_server
+from sglang import scripted_server  # type: ignore[attr-defined]
 
 
-def ranks_together(args: argparse.Namespace) -> None:
-    """Join the other ranks over one connection each; whoever loses it ends."""
-    host, _colon, port = args.dist_init_addr.rpartition(":")
-    if args.node_rank == 0:
-        with socket.create_server((host, int(port))) as listener:
-            links = [listener.accept()[0] for _rank in range(1, args.nnodes)]
-    else:
-        while True:
-            try:
-                links = [socket.create_connection((host, int(port)), timeout=2)]
-                links[0].settimeout(None)
-                break
-            except OSError:
-                time.sleep(0.2)
+def say(text: str) -> None:
+    """A line as SGLang logs it."""
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
-    def watch(link: socket.socket) -> None:
-        link.recv(1)
-        print("RuntimeError: Connection closed by peer", flush=True)
-        os._exit(1)
 
-    for link in links:
-        threading.Thread(target=watch, args=(link,), daemon=True).start()
+def option(name: str, default: str) -> str:
+    """The value of ``--name``."""
+    return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else default
 
 
 def main() -> None:
-    """Fail or serve."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--model-path")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=30000)
-    parser.add_argument("--nnodes", type=int, default=1)
-    parser.add_argument("--node-rank", type=int, default=0)
-    parser.add_argument("--dist-init-addr")
-    args, _rest = parser.parse_known_args()
-    print("stand-in for sglang.launch_server", flush=True)
-    try:
-        with open("/etc/stand-in-fails", encoding="utf-8") as handle:
-            failing = handle.read().split()
-    except FileNotFoundError:
-        failing = []
-    if os.environ.get("STAND_IN_REVISION") in failing:
-        print("RuntimeError: the stand-in was told to fail", flush=True)
-        sys.exit(1)
-    if args.nnodes > 1:
-        ranks_together(args)
-    if args.node_rank == 0:
-        model = {"model_path": args.model_path, "served_model_name": args.model_path}
-        routes = {
-            "/health": [{"status": 200}],
-            "/health_generate": [{"status": 200}],
-            "/model_info": [{"body": model}],
-            "/get_model_info": [{"body": model}],
-            "/server_info": [{"body": {**model, "version": "0.5.23", "tp_size": 1, "dp_size": 1}}],
-            "/get_server_info": [{"body": {**model, "version": "0.5.23", "tp_size": 1, "dp_size": 1}}],
-            "/v1/models": [{"body": {"object": "list", "data": [{"id": args.model_path, "max_model_len": 2048}]}}],
-            "/v1/loads": [{"body": {"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}}],
-            "/generate": [{"status": 200}],
-        }
-        scripted_server.serve({"routes": routes}, args.host, args.port)
-        print("The server is fired up and ready to roll!", flush=True)
-    threading.Event().wait()
+    say("stand-in for SGLang, which generates nothing, started")
+    model = option("--served-model-name", option("--model-path", "m"))
+    say("Load weight begin. avail mem=18.07 GB")
+    if option("--mem-fraction-static", "") == "0.99":
+        say("Scheduler hit an exception: Traceback (most recent call last):")
+        print('  File "/x/sglang/srt/mem_cache/memory_pool.py", line 1, in __init__', flush=True)
+        print("RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.\n", flush=True)
+        say("Received sigquit from a child process. It usually means the child failed.")
+        os.kill(os.getpid(), signal.SIGKILL)
+    while os.path.exists("/run/standin/hold"):
+        say("Loading safetensors checkpoint shards")
+        time.sleep(0.5)
+    good: list[dict[str, Any]] = [{"status": 200}]
+    routes = {
+        "/health": good,
+        "/health_generate": good,
+        "/generate": good,
+        "/model_info": [{"status": 200, "body": {"model_path": option("--model-path", "m")}}],
+        "/server_info": [{"status": 200, "body": {"version": "0.5.12", "model_path": option("--model-path", "m")}}],
+        "/v1/models": [{"status": 200, "body": {"object": "list", "data": [{"id": model, "object": "model"}]}}],
+    }
+    scripted_server.serve({"routes": routes}, option("--host", "127.0.0.1"), int(option("--port", "30000")))
+    say("max_total_num_tokens=4096, context_len=2048")
+    say("The server is fired up and ready to roll!")
+    signal.signal(signal.SIGTERM, lambda *_ignored: os._exit(0))
+    while True:
+        time.sleep(60)
 
 
 if __name__ == "__main__":
