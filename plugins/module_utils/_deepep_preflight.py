@@ -101,7 +101,7 @@ def choose_toolkit(
                                    f"install the CUDA {torch_cuda} toolkit")]  # fmt: skip
     seen = ", ".join(f"{item['path']} ({item.get('version') or 'unknown'})" for item in toolkits)
     major = torch_cuda.split(".")[0]
-    same = [item for item in toolkits if str(item.get("version") or "").split(".")[0] == major]
+    same = [item for item in toolkits if str(item.get("version") or "").partition(".")[0] == major]
     if not same:
         return None, "", [_problem("toolkit_major_mismatch", f"torch was built with CUDA {torch_cuda}; found: {seen}",
                                    f"install a toolkit of CUDA {major}; another major never works")]  # fmt: skip
@@ -387,7 +387,7 @@ def _check_communication(
 ) -> None:
     if generation == "unknown":
         return
-    major = str(torch.get("cuda") or "").split(".")[0]
+    major = str(torch.get("cuda") or "").partition(".")[0]
     pip_name = f"nvidia-nvshmem-cu{major or '12'}"
     nvshmem = facts.get("nvshmem")
     if source.get("nvshmem_host_link") == "none" and "nvshmem.h" not in (source.get("includes") or []):

@@ -503,13 +503,17 @@ class Builder:
     def user(self) -> Optional[str]:
         return self.identity.name if self.identity and os.geteuid() == 0 and self.identity.uid != 0 else None
 
+    def owner(self) -> _drop.Identity:
+        """The venv's owner; known once the facts are."""
+        if self.identity is None:
+            raise RuntimeError("the owner of the venv is not known yet")
+        return self.identity
+
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
-        assert self.identity is not None
-        return _drop.environment(self.identity, extra=extra)
+        return _drop.environment(self.owner(), extra=extra)
 
     def run_as(self, argv: Sequence[str], timeout: float, extra: Mapping[str, str]) -> Any:
-        assert self.identity is not None
-        return _drop.run_as(self.identity, argv, timeout, self.environment(extra))
+        return _drop.run_as(self.owner(), argv, timeout, self.environment(extra))
 
     def look(self) -> None:
         """Fill ``facts`` and ``identity``. Reads only. Raises Refused where nothing can be said."""
@@ -838,7 +842,7 @@ class Builder:
             about,
             self.plan["archs"],
             self.facts["machine"],
-            str(self.facts["torch"]["cuda"]).split(".")[0],
+            str(self.facts["torch"]["cuda"]).partition(".")[0],
             source.get("extensions") or list(_deepep_source.EXTENSIONS[source["generation"]]),
             self.facts["python"]["tag"],
         )
@@ -1027,8 +1031,7 @@ def describe_failure(folder: str, status: Mapping[str, Any]) -> dict[str, Any]:
             "lines": _detached.tail(folder)[-5:], "log": log,
         }  # fmt: skip
     found = _build_log.diagnose(_detached.log_lines(folder), int(status.get("rc") or 1))
-    assert found is not None
-    return dict(found, log=log)
+    return dict(found or {}, log=log)
 
 
 def progress_line(folder: str, status: Mapping[str, Any]) -> str:

@@ -194,7 +194,7 @@ def end_leftovers(job_dir: str) -> list[int]:
     hand."""
     wanted = (f"{MARKER}={os.path.abspath(job_dir)}").encode()
     ended = []
-    for _ in range(5):
+    for dummy in range(5):
         found = [pid for pid in _processes() if pid != os.getpid() and wanted in _environ(pid)]
         if not found:
             break
@@ -487,4 +487,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    raise SystemExit(main(sys.argv))

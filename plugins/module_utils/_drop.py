@@ -186,7 +186,8 @@ def run_as(
         )
     except OSError as error:
         return RunResult(127, "", str(error))
-    assert process.stdout is not None and process.stderr is not None
+    if process.stdout is None or process.stderr is None:
+        raise RuntimeError("the pipes of a started process are missing")
     kept = {"out": bytearray(), "err": bytearray()}
     deadline = time.monotonic() + timeout
     timed_out = False

@@ -239,10 +239,10 @@ def parse_line(line: str) -> Optional[Event]:
     for name, pattern in _BACKENDS:
         if pattern.search(text[:600]):
             return {"kind": "backend", "rank": rank, "name": name}
-    bar = _bar(text)
-    if bar:
-        bar["rank"] = rank
-        return bar
+    progress = _bar(text)
+    if progress:
+        progress["rank"] = rank
+        return progress
     for kind, pattern in _PLAIN:
         if pattern.search(text[:600]):
             return {"kind": kind, "rank": rank}

@@ -42,7 +42,8 @@ class _Page:
         self.samples: dict[str, list[str]] = {}
 
     def add(self, name: str, value: Any, **labels: Any) -> None:
-        assert name in METRICS, name
+        if name not in METRICS:
+            raise KeyError(name)
         pairs = ",".join(f'{key}="{_label(text)}"' for key, text in labels.items())
         self.samples.setdefault(name, []).append(
             f"{PREFIX}{name}{{{pairs}}} {value}" if pairs else f"{PREFIX}{name} {value}"

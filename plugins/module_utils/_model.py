@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -65,7 +66,7 @@ def _count(value: Any) -> Optional[int]:
         return max(counts) if counts else None
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return int(value) if value == value and abs(value) < 1 << 53 and int(value) == value else None
+    return int(value) if not math.isnan(value) and abs(value) < 1 << 53 and int(value) == value else None
 
 
 def parse_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ were read the row warns and does not refuse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Optional
 
@@ -163,7 +164,7 @@ def as_float(value: Any) -> Optional[float]:
         number = float(str(value).strip())
     except ValueError:
         return None
-    return None if number != number else number
+    return None if math.isnan(number) else number
 
 
 # Parallel sizes
