@@ -657,6 +657,10 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
     if code in ("libstdcxx_mismatch", "rdma_core_too_old", "system_lib_too_old"):
         # It is installed, and what the package manager offers may be no newer: nothing to be carried out unseen.
         return _manual("system_package", entry.mend)
+    if code == "ucx_conflict" and data.get("path"):
+        old = str((facts.environment or {}).get("LD_LIBRARY_PATH", "")).split(":")
+        value = ":".join(part for part in old if part and part.rstrip("/") != str(data["path"]).rstrip("/"))
+        return _remedy("env_var", f"Set LD_LIBRARY_PATH={value}.", _step("set_env", LD_LIBRARY_PATH=value))
     if code == "cannot_write":
         if backend.name == "deep_ep":
             folder = f"/var/cache/sglang/{backend.name}"
@@ -1149,6 +1153,8 @@ def merge(static: Sequence[Finding], outcome: Optional[Outcome], imported: Optio
     if imported.code in _SELF_EVIDENT:
         return imported
     for finding in static:
+        if finding.code == "ucx_conflict" and imported.code == "nixl_backend_unusable":
+            return Finding(finding.code, f"{finding.message} {imported.message}", finding.data, "broken")
         if finding.code in _EXPLAINS and finding.code != imported.code:
             data = {**finding.data, "import_error": imported.message[:600]}
             # What a use looks like while its files are right is no longer enough once the import has failed.

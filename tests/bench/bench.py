@@ -70,7 +70,7 @@ PLAYS = {
 
 
 class Fleet:
-    """The hosts of the benchmark. Every one has an empty venv and one with torch, a wrong mooncake and half a nixl."""
+    """The hosts of the benchmark. Every one has an empty venv and one with a real torch and a real mooncake."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -92,7 +92,7 @@ class Fleet:
 
     def up(self) -> None:
         names = [f"bench-{number}" for number in range(1, self.count + 1)]
-        self.tool("up", "--prefix", PREFIX, *(f"{name}:ops:env=gpu-b" for name in names))
+        self.tool("up", "--prefix", PREFIX, *(f"{name}:ops:env=gpu-c" for name in names))
         self.inventory.write_text(self.tool("inventory", "--prefix", PREFIX))
         for name in names:
             script = f"test -e {BARE} || python3 -m venv --without-pip {BARE}"
@@ -147,8 +147,8 @@ def flag_reading() -> Optional[dict[str, Any]]:
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "gpufleet-sglang"
     )
     found = {}
-    for site in sorted(Path(cache, "env").glob("sglang-0*/lib/python3*/site-packages")):
-        version = site.parents[2].name.split("-")[1]
+    for site in sorted(Path(cache, "env").glob("sglang-0*/tree/lib/python3*/site-packages")):
+        version = site.parents[3].name.split("-")[1]
         started = time.process_time()
         read = _server_args.read_server_args(str(site), version)
         found[version] = {

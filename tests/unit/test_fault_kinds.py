@@ -64,6 +64,7 @@ GONE = ": cannot open shared object file: No such file or directory"
          "nccl_mismatch", "nccl"),
         ("/lib/libmlx5.so.1: symbol x_new, version MLX5_1.25 not defined in file libmlx5.so.1 with link time reference",
          "rdma_core_too_old", "system_library"),
+        ("/v/x.so: undefined symbol: _Z14THPStream_WrapRKN3c106StreamE", "torch_abi_mismatch", "torch"),
         ("/v/x.so: undefined symbol: nvshmem_team_split_2d", "nvshmem_mismatch", "nvshmem"),
         ("libcublasLt.so.13" + GONE, "missing_wheel_lib", "wheel"),
         ("libcudart.so.13" + GONE, "missing_wheel_lib", "wheel"),
@@ -136,6 +137,20 @@ def test_symbols_of_another_ucx_break_what_files_only_suspect():
     found = raised("/v/x.so: undefined symbol: ucp_ep_close_nbx", backend="nixl", use="kv_transfer")
     assert (found["state"], found["code"]) == ("broken", "ucx_conflict")
     assert "pip_install" not in actions(found["remedy"])
+
+
+def test_two_ucx_and_an_agent_that_cannot_be_made(venv, tmp_path):
+    ucx = tmp_path / "ucx"
+    ucx.mkdir()
+    (ucx / "libucp.so.0").write_bytes(So().build())
+    venv.torch()
+    nixl(venv)
+    venv.put("nixl_cu13.libs/libucp-b39b3ed9.so.0.0.0", So())
+    venv.put("nixl_cu13/_api.py", "raise RuntimeError('nixlBackendError: NIXL_ERR_BACKEND')\n")
+    environment = {"LD_LIBRARY_PATH": f"/opt/more:{ucx}/"}
+    found = use_of(venv, "nixl", "kv_transfer", environment=environment)
+    assert (found["state"], found["code"], found["evidence"]["path"]) == ("broken", "ucx_conflict", f"{ucx}/")
+    assert found["remedy"]["steps"] == [{"action": "set_env", "packages": [], "args": {"LD_LIBRARY_PATH": "/opt/more"}}]
 
 
 def test_symbols_of_another_nixl_are_mended_by_one_nixl():
