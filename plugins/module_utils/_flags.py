@@ -540,12 +540,18 @@ def read_env(env: Mapping[str, str], catalogue: Catalogue) -> tuple[dict[str, st
         else:
             new = None
         message = code = ""
+        translated = translate_env(name, new, value, found.get("transform")) if new else None
+        if new and translated is None and new not in env:
+            # What the value becomes is not known here; SGLang still takes the old name and says so.
+            new, found = None, {**found, "kind": "deprecated", "message": f"{new} takes another value"}
         if new:
             code, message = "env_var_renamed", f"{name} is {new} in SGLang {catalogue.version}, and is written so"
             if new in env:
                 message = f"{name} is {new} in SGLang {catalogue.version}, which is given too and counts"
             else:
-                result[new] = value
+                result[new] = str(translated)
+                if translated != value:
+                    message += f", with {translated} in place of {value}"
         else:
             result[name] = value
         if found["kind"] == "deprecated" and not new:
@@ -560,6 +566,24 @@ def read_env(env: Mapping[str, str], catalogue: Catalogue) -> tuple[dict[str, st
         if code:
             warnings.append({"code": code, "message": message, "variable": f"sglang_env_vars.{name}", "value": value})
     return result, warnings
+
+
+def translate_env(old: str, new: str, value: str, transform: Optional[str] = None) -> Optional[str]:
+    """The value under its new name, None where that is not known.
+
+    ``transform`` is SGLang's function (``_ms_to_s``, ``_invert_bool``); versions that do not name one turn a
+    ``DISABLE`` into an ``ENABLE`` with the same value all the same, which then means the opposite.
+    """
+    turned = ("_DISABLE_" in old and "_ENABLE_" in new) or ("_ENABLE_" in old and "_DISABLE_" in new)
+    if transform == "_invert_bool" or (transform is None and turned):
+        wanted = _boolean(value if not value.isdigit() else int(value))
+        return None if wanted is None else "0" if wanted else "1"
+    if transform == "_ms_to_s" or (transform is None and old.endswith("_MS") and not new.endswith("_MS")):
+        try:
+            return str(float(value) / 1000.0)
+        except ValueError:
+            return None
+    return value if transform is None else None
 
 
 def _dispatch_variable(name: str) -> bool:

@@ -478,6 +478,28 @@ def _two_batch_overlap(view: View) -> Iterator[Fault]:
     )
 
 
+def _waterfill(view: View) -> Iterator[Fault]:
+    for key in ("enable_waterfill", "enable_deepep_waterfill"):
+        if view.on(key) and view.a2a not in ("deepep", "megamoe"):
+            yield Fault(
+                key,
+                f"{view.flag(key)} makes SGLang take deepep, and the plan's all-to-all backend is {view.a2a}",
+                "without it, or moe_a2a_backend: deepep",
+            )
+
+
+def _rank_invariant_dispatch(view: View) -> Iterator[Fault]:
+    eplb = view.draft.intent.get("eplb")
+    named = eplb.get("dispatch_algorithm") if isinstance(eplb, dict) else None
+    dispatch = named or view.text("ep_dispatch_algorithm")
+    if dispatch in ("static", "lp") and view.a2a == "none":
+        yield Fault(
+            "ep_dispatch_algorithm",
+            f"--ep-dispatch-algorithm {dispatch} picks another replica on each rank, which needs an all-to-all backend",
+            "dynamic",
+        )
+
+
 def _elastic_eplb(view: View) -> Iterator[Fault]:
     eplb = view.draft.intent.get("eplb")
     named = eplb.get("algorithm") if isinstance(eplb, dict) else None
@@ -588,6 +610,8 @@ CONSTRAINTS = (
     Constraint("moe_runner_not_for_a2a", ">=0.5.9", _a2a_runner, "wheels 0.5.9 to 0.5.23"),
     Constraint("deepep_v2_does_not_take", ">=0.5.19", _deepep_v2, "wheels 0.5.19 to 0.5.23"),
     Constraint("two_batch_overlap_needs_a2a", ">=0.5.7", _two_batch_overlap, "wheels 0.5.7 to 0.5.23"),
+    Constraint("waterfill_needs_deepep", ">=0.5.12", _waterfill, "wheels 0.5.12 to 0.5.23"),
+    Constraint("eplb_dispatch_needs_a2a", ">=0.5.17", _rank_invariant_dispatch, "wheels 0.5.17 to 0.5.23"),
     Constraint("elastic_ep_needs_elastic_eplb", ">=0.5.4", _elastic_eplb, "wheels 0.5.4 to 0.5.23"),
     Constraint("attention_backend_not_for_model", ">=0.5.4", _latent_attention, "wheels 0.5.6 to 0.5.23"),
     Constraint("kv_cache_dtype_not_for_backend", ">=0.5.4", _trtllm_mla_cache, "wheels 0.5.4 to 0.5.23"),

@@ -289,6 +289,16 @@ def tell_fabric(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
     draft.decide("fabric", fabric["class"], text, {"numa_groups": groups, "bad_gpus": list(fabric["bad_gpus"])})
 
 
+def _check_is_off(env: Mapping[str, str]) -> bool:
+    def says(name: str, words: tuple[str, ...]) -> bool:
+        return str(env.get(name, "")).strip().casefold() in words
+
+    return says("SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK", ("0", "false", "no", "n")) or any(
+        says(name, ("1", "true", "yes", "y"))
+        for name in ("SGL_DISABLE_TP_MEMORY_INBALANCE_CHECK", "SGLANG_DISABLE_TP_MEMORY_INBALANCE_CHECK")
+    )
+
+
 def check_memory(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
     """Relate the weights to the memory of the GPUs that share them."""
     if draft.on_cpu or not sizes.known:
@@ -297,14 +307,18 @@ def check_memory(draft: Draft, sizes: _plan_sizes.Sizes) -> None:
     if not memories:
         return
     if sizes.tp > 1 and memories[0] < memories[-1] * 0.9:
-        draft.reject(
-            "gpus_of_unequal_memory",
-            f"the GPUs of an instance must have equal memory, and these have {memories[0]} to {memories[-1]} MiB",
-            variable="sglang_gpus",
-            value=draft.intent.get("gpus"),
-            numbers={"smallest_mib": memories[0], "largest_mib": memories[-1]},
-            suggestion="choose equal ones with sglang_gpus",
-        )
+        text = f"the GPUs of an instance must have equal memory, and these have {memories[0]} to {memories[-1]} MiB"
+        if _check_is_off(draft.user_env):
+            draft.warn("gpus_of_unequal_memory", text + "; SGLang's own check is off", variable="sglang_gpus")
+        else:
+            draft.reject(
+                "gpus_of_unequal_memory",
+                text,
+                variable="sglang_gpus",
+                value=draft.intent.get("gpus"),
+                numbers={"smallest_mib": memories[0], "largest_mib": memories[-1]},
+                suggestion="choose equal ones with sglang_gpus",
+            )
     weights = draft.model.get("bytes") if draft.model.get("weights") == "complete" else None
     if not isinstance(weights, int) or weights <= 0 or any(gpu.get("mig") for gpu in draft.gpus()):
         return

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _rules, _versions
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _rules
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
 _PART = re.compile(r"(tp|pp|ep|dp)([0-9]+)")
@@ -170,7 +170,11 @@ def _auto_tp(draft: Draft, most: int, attn_dp: int, pp: int, nnodes: int, given:
 
     Where no tp over all hosts can (24 GPUs of three hosts and 64 heads), each host becomes a pipeline stage.
     """
-    fits = [size for size in range(most, 0, -1) if size % attn_dp == 0 and not _tp_faults(draft.config, size, attn_dp)]
+    model = dict(draft.config)
+    if draft.number("moe_dense_tp_size") == 1:
+        # Dense layers are then whole on every rank.
+        model.pop("intermediate_size", None)
+    fits = [size for size in range(most, 0, -1) if size % attn_dp == 0 and not _tp_faults(model, size, attn_dp)]
     spread = [size for size in fits if (size * pp) % nnodes == 0]
     if spread and (nnodes == 1 or spread[0] > most // nnodes):
         return spread[0], pp
@@ -442,6 +446,9 @@ def _check_experts(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
             if redundant or eplb
             else f"ep{largest_divisor(experts, ep)}",
         )
+    located = str(draft.flag("init_expert_location") or "trivial") != "trivial"
+    if a2a == "none" and (eplb or located):
+        _check_eplb_without_a2a(draft, redundant)
     if not eplb:
         return
     if sizes.nnodes > 1 and ep % sizes.nnodes:
@@ -464,8 +471,6 @@ def _check_experts(draft: Draft, sizes: Sizes, ep: int, a2a: str) -> None:
             numbers={"ep_size": ep, "tp_size": sizes.tp},
             suggestion=f"--ep-size {sizes.tp}" if sizes.tp > 1 else "drop EPLB: one rank has nothing to balance",
         )
-    if a2a == "none":
-        _check_eplb_without_a2a(draft, redundant)
 
 
 def _check_eplb_without_a2a(draft: Draft, redundant: int) -> None:
@@ -490,17 +495,6 @@ def _check_eplb_without_a2a(draft: Draft, redundant: int) -> None:
             flag="--ep-num-redundant-experts",
             value=redundant,
             source=_rules.EPLB_REPLICAS_CORRUPT.source,
-        )
-    eplb = draft.intent.get("eplb")
-    named = eplb.get("dispatch_algorithm") if isinstance(eplb, Mapping) else None
-    dispatch = named or draft.flag("ep_dispatch_algorithm")
-    if dispatch in ("static", "lp") and _versions.within(draft.sglang_version, ">=0.5.18"):
-        draft.reject(
-            "eplb_dispatch_needs_a2a",
-            f"--ep-dispatch-algorithm {dispatch} picks another replica on each rank, which needs an all-to-all backend",
-            flag="--ep-dispatch-algorithm",
-            value=dispatch,
-            suggestion="dynamic",
         )
 
 

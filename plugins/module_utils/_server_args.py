@@ -808,8 +808,8 @@ def read_actions(site_packages: str) -> dict[str, Any]:
 def read_env_vars(sources: Sources) -> dict[str, Any]:
     """The environment variables that ``srt/environ.py`` declares.
 
-    Returns ``{env_vars: [name], env_vars_deprecated: {old: {replacement, message}}}``; both are empty for versions
-    without that file. SGLang also reads a few variables elsewhere: a name that is not listed need not be wrong.
+    Returns ``{env_vars: [name], env_vars_deprecated: {old: {replacement, message, transform}}}``. ``transform`` is
+    there where the value changes too, and names SGLang's function. Both are empty for versions without that file. SGLang also reads a few variables elsewhere: a name that is not listed need not be wrong.
     """
     module = sources.module(_ENVIRON)
     if module is None:
@@ -846,6 +846,10 @@ def _deprecated_table(node: ast.Dict) -> dict[str, dict[str, Any]]:
         elif isinstance(value, ast.Call) and "eprecated" in _last(value.func):
             texts = {k.arg: _text(k.value) for k in value.keywords}
             out[key.value] = {"replacement": texts.get("replacement") or None, "message": texts.get("note") or ""}
+            change = next((_last(k.value) for k in value.keywords if k.arg == "transform"), None)
+            if change:
+                # The value means something else under the new name: its unit or its polarity changed.
+                out[key.value]["transform"] = change
         else:
             return {}
     return out

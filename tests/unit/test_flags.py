@@ -94,7 +94,7 @@ def test_sizes_have_one_name_where_the_definitions_list_them_under_argparses_nam
 def sample(entry: dict[str, Any]) -> Any:
     if entry["action"] != "store":
         return True
-    if entry["flag"] in _flags.JSON_TEXT:
+    if entry["flag"] in _flags.JSON_TEXT and entry["type"] != "json":
         return '{"a": [1, "x y"]}'
     value: Any = entry["choices"][0] if entry["choices"] else None
     if value is None:
@@ -251,3 +251,29 @@ def test_without_definitions_the_version_decides_about_renames() -> None:
     none = _flags.Catalogue({"state": "unknown", "sglang_version": None})
     keys = [list(_flags.read_flags({"cuda_graph_max_bs": 8}, which).given) for which in (old, new, none)]
     assert keys == [["cuda_graph_max_bs"], ["cuda_graph_max_bs_decode"], ["cuda_graph_max_bs"]]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "transform", "value", "wanted"),
+    [
+        ("SGLANG_DISABLE_X_CHECK", "SGLANG_ENABLE_X_CHECK", "_invert_bool", "1", "0"),
+        ("SGLANG_DISABLE_X_CHECK", "SGLANG_ENABLE_X_CHECK", "_invert_bool", "false", "1"),
+        ("SGL_DISABLE_X_CHECK", "SGLANG_ENABLE_X_CHECK", None, "true", "0"),
+        ("SGLANG_QUEUED_TIMEOUT_MS", "SGLANG_REQ_WAITING_TIMEOUT", "_ms_to_s", "1500", "1.5"),
+        ("SGLANG_QUEUED_TIMEOUT_MS", "SGLANG_REQ_WAITING_TIMEOUT", None, "1500", "1.5"),
+        ("SGLANG_A", "SGLANG_B", None, "1500", "1500"),
+        ("SGLANG_A", "SGLANG_B", "_some_other_change", "1500", None),
+        ("SGLANG_QUEUED_TIMEOUT_MS", "SGLANG_REQ_WAITING_TIMEOUT", "_ms_to_s", "soon", None),
+    ],
+)
+def test_a_renamed_variable_keeps_its_meaning(
+    old: str, new: str, transform: Any, value: str, wanted: str | None
+) -> None:
+    row = {"replacement": new, "message": "", **({"transform": transform} if transform else {})}
+    catalogue = _flags.Catalogue(
+        {"state": "ok", "flags": {}, "env_vars": [new], "env_vars_deprecated": {old: row}}, "0.5.18"
+    )
+    env, warnings = _flags.read_env({old: value}, catalogue)
+    assert env == ({new: wanted} if wanted is not None else {old: value})
+    assert codes(warnings) == (["env_var_renamed"] if wanted is not None else ["env_var_deprecated"])
+    assert _flags.read_env({old: value, new: "9"}, catalogue)[0] == {new: "9"}

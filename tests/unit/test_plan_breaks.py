@@ -65,6 +65,13 @@ FAULTS: list[tuple[str, dict[str, Any], dict[str, Any], Optional[str], dict[str,
      {"ep_size": 1, "moe_a2a_backend": "none"}),
     ("0.5.9", {}, {"moe_a2a_backend": "none", "enable_two_batch_overlap": True}, "two_batch_overlap_needs_a2a",
      {"moe_a2a_backend": "deepep"}),
+    ("0.5.23", {}, {"enable_waterfill": True, "moe_a2a_backend": "none"}, "waterfill_needs_deepep",
+     {"moe_a2a_backend": "deepep"}),
+    ("0.5.23", {}, {"ep_dispatch_algorithm": "static", "moe_a2a_backend": "none"}, "eplb_dispatch_needs_a2a",
+     {"ep_dispatch_algorithm": "dynamic"}),
+    ("0.5.12", {}, {"tp_size": 8, "ep_size": 8, "ep_num_redundant_experts": 8, "init_expert_location": "/x.json",
+                    "moe_a2a_backend": "none"}, "eplb_redundant_without_a2a_corrupts_output",
+     {"init_expert_location": "trivial"}),
     ("0.5.9", PLAIN, {"attention_backend": "flashmla"}, "attention_backend_not_for_model",
      {"attention_backend": "fa3"}),
     ("0.5.23", {}, {"quantization": "awq"}, "quantization_contradicts_model", {"quantization": "fp8"}),
@@ -442,3 +449,17 @@ def test_latent_attention_has_no_key_value_heads_to_split() -> None:
         make(probe(H200, model={**uneven, **PLAIN}), parallelism="tp8")["rejections"]
     )
     assert make(probe(H200, model={**uneven, **MLA}), parallelism="tp8")["rejections"] == []
+
+
+def test_dense_layers_on_every_rank_do_not_bound_tp() -> None:
+    host = probe(H200, model={"intermediate_size": 18433})
+    assert make(host)["effective"]["tp_size"] == 1
+    assert make(host, flags={"moe_dense_tp_size": 1})["effective"]["tp_size"] == 8
+
+
+def test_unequal_memory_warns_where_sglang_does_not_check() -> None:
+    host = probe(H200)
+    _unequal(host)
+    off = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
+    plan = make(host, env_vars=off)
+    assert plan["rejections"] == [] and "gpus_of_unequal_memory" in codes(plan["warnings"])

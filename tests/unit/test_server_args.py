@@ -478,6 +478,8 @@ def test_environment_variables_near_and_without_a_registry(classic: str) -> None
     assert _server_args.resolve_env_var(known, "SGLANG_DISPATCH_TOKEN")["near"] == ["SGLANG_DISPATCH_TOKENS"]
     assert known["env_vars"] == ["SGLANG_NEW", "SGLANG_DISPATCH_TOKENS", "SGLANG_RENAMED"]
     assert known["env_vars_deprecated"]["SGLANG_GONE"]["message"] == "Use '--a2a' instead."
+    assert known["env_vars_deprecated"]["SGLANG_OLD"]["transform"] == "_invert"
+    assert "transform" not in known["env_vars_deprecated"]["SGLANG_GONE"]
     Path(classic, "sglang/srt/environ.py").unlink()
     bare = _server_args.read_server_args(classic)
     assert _server_args.resolve_env_var(bare, "SGLANG_NEW")["kind"] == "unverified"
