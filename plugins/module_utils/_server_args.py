@@ -809,7 +809,8 @@ def read_env_vars(sources: Sources) -> dict[str, Any]:
     """The environment variables that ``srt/environ.py`` declares.
 
     Returns ``{env_vars: [name], env_vars_deprecated: {old: {replacement, message, transform}}}``. ``transform`` is
-    there where the value changes too, and names SGLang's function. Both are empty for versions without that file. SGLang also reads a few variables elsewhere: a name that is not listed need not be wrong.
+    there where the value changes too, and names SGLang's function. Both are empty for versions without that file.
+    SGLang also reads a few variables elsewhere: a name that is not listed need not be wrong.
     """
     module = sources.module(_ENVIRON)
     if module is None:
