@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
 # How far a host came in its wave; the fact ``rollout_stage``.
-STAGES = ("begun", "seen", "drained", "changing", "meeting", "started", "proven")
+STAGES = ("begun", "seen", "built", "drained", "changing", "meeting", "started", "proven")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 ANY = ("0.0.0.0", "::", "")
 
@@ -240,7 +240,7 @@ def wave_of(fleet: Mapping[str, Any], host: str) -> int:
     return -1
 
 
-def wave_text(fleet: Mapping[str, Any], host: str, began: float, now: float, hostvars: Mapping[str, Any]) -> list[str]:
+def wave_text(fleet: Mapping[str, Any], host: str, began: float, now: float, hostvars: Mapping[str, Any]) -> str:
     """Said before a wave: what is done, what comes, how long it may take."""
     number, count = wave_of(fleet, host), len(fleet.get("serial") or [])
     before = sum(fleet["serial"][:number])
@@ -259,7 +259,7 @@ def wave_text(fleet: Mapping[str, Any], host: str, began: float, now: float, hos
         lines.append(
             f"Elapsed {_duration(elapsed)}; about {_duration(left)} to go, if the waves take as long as so far."
         )
-    return lines
+    return "\n".join(lines)
 
 
 def outcome(failure: Mapping[str, Any], work: Mapping[str, Any], back: Mapping[str, str]) -> dict[str, str]:
@@ -292,7 +292,7 @@ TOLD = (
 )
 
 
-def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed: Optional[float] = None) -> list[str]:
+def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed: Optional[float] = None) -> str:
     """Said at the end: every host by name under what became of it, the worst first, and what to do next."""
     groups: dict[str, list[str]] = {}
     why: dict[str, list[str]] = {}
@@ -324,7 +324,7 @@ def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed:
         lines.append(
             "Next: mend the cause, then the same command again; hosts that are as they should be stay untouched."
         )
-    return lines
+    return "\n".join(lines)
 
 
 def _one_line(text: str) -> str:

@@ -7,7 +7,14 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _journey
 
 INTENTS = {
     "instances": {
-        "a": {"instance": "a", "venv": "/v", "model_path": "/m/a", "user": "sglang", "env_vars": {"X": "1"}, "moe_a2a_backend": ["deepep", "nixl"]},
+        "a": {
+            "instance": "a",
+            "venv": "/v",
+            "model_path": "/m/a",
+            "user": "sglang",
+            "env_vars": {"X": "1"},
+            "moe_a2a_backend": ["deepep", "nixl"],
+        },
         "b": {"instance": "b", "venv": "/v", "model_path": "/m/b", "user": "sglang", "moe_a2a_backend": "auto"},
     },
     "backends": {"mooncake": ["kv_transfer"]},
@@ -17,7 +24,9 @@ INTENTS = {
 
 def test_one_full_call_a_venv_and_a_small_one_for_a_further_instance():
     calls = _journey.probe_calls(INTENTS)
-    assert [(call["venv"], call["instance"], "backends" in call["subset"], "service" in call["subset"]) for call in calls] == [
+    assert [
+        (call["venv"], call["instance"], "backends" in call["subset"], "service" in call["subset"]) for call in calls
+    ] == [
         ("/v", "a", True, True),
         ("/v", "b", False, True),
         ("/other", None, True, False),
@@ -27,12 +36,23 @@ def test_one_full_call_a_venv_and_a_small_one_for_a_further_instance():
 
 
 def test_preferences_become_wanted_uses():
-    assert _journey.probe_calls(INTENTS)[0]["wanted"] == {"mooncake": ["kv_transfer"], "deep_ep": ["a2a"], "nixl": ["a2a"]}
+    assert _journey.probe_calls(INTENTS)[0]["wanted"] == {
+        "mooncake": ["kv_transfer"],
+        "deep_ep": ["a2a"],
+        "nixl": ["a2a"],
+    }
 
 
 def test_each_instance_sees_its_own_model_and_service():
     results = [
-        {"probe": {"venv": {"state": "ok"}, "backends": {"nixl": {}}, "model": {"path": "/m/a"}, "service": {"state": "active"}}},
+        {
+            "probe": {
+                "venv": {"state": "ok"},
+                "backends": {"nixl": {}},
+                "model": {"path": "/m/a"},
+                "service": {"state": "active"},
+            }
+        },
         {"probe": {"venv": {"state": "ok"}, "model": {"path": "/m/b"}, "service": {"state": "inactive"}}},
         {"probe": {"venv": {"state": "venv_absent"}}},
     ]
@@ -51,7 +71,14 @@ def test_a_host_without_a_service_gets_one_plan():
     assert _journey.plan_names({"instances": {}}) == []
 
 
-REMEDY = {"backend": "mooncake", "use": "kv_transfer", "required": True, "summary": "install it", "state": "absent", "code": "not_installed"}
+REMEDY = {
+    "backend": "mooncake",
+    "use": "kv_transfer",
+    "required": True,
+    "summary": "install it",
+    "state": "absent",
+    "code": "not_installed",
+}
 
 
 def plan(**more):
@@ -59,7 +86,9 @@ def plan(**more):
 
 
 def test_nothing_to_do_is_nothing():
-    work = _journey.host_work({"a": plan()}, [{"instance": "a", "needs": {"write": False, "restart": False, "start": False}}], {})
+    work = _journey.host_work(
+        {"a": plan()}, [{"instance": "a", "needs": {"write": False, "restart": False, "start": False}}], {}
+    )
     assert work["needed"] is False and work["start"] == [] and work["stop"] == []
 
 
@@ -95,27 +124,28 @@ def test_a_rejection_after_remediation_is_told():
 
 
 def test_failure_of_a_loop_names_the_item_that_failed():
-    found = _journey.failure({"msg": "One or more items failed", "results": [{"failed": False}, {"failed": True, "msg": "port taken"}]}, "Start")
+    found = _journey.failure(
+        {"msg": "One or more items failed", "results": [{"failed": False}, {"failed": True, "msg": "port taken"}]},
+        "Start",
+    )
     assert found == {"task": "Start", "message": "port taken", "cause": {}}
 
 
 def test_accepted_is_current_equal_to_last_good():
-    previews = [{"instance": "a", "current": "r1", "last_good": "r1"}, {"instance": "b", "current": "r2", "last_good": "r1"}, {"instance": "c"}]
+    previews = [
+        {"instance": "a", "current": "r1", "last_good": "r1"},
+        {"instance": "b", "current": "r2", "last_good": "r1"},
+        {"instance": "c"},
+    ]
     assert _journey.accepted_instances(previews) == ["a"]
-
-
-def test_every_member_of_an_instance_goes_back_when_one_failed():
-    services = {"big": plan(unit={"venv": "/v", "hosts": ["h1", "h2"]}), "own": plan()}
-    hostvars = {"h1": {"rollout_failure": {}}, "h2": {"rollout_failure": {"task": "Start"}}}
-    assert _journey.to_roll_back(services, {"start": ["big", "own"]}, "h1", hostvars) == ["big"]
-    assert _journey.to_roll_back(services, {"start": []}, "h2", hostvars) == []
-    assert _journey.to_roll_back(services, {"start": ["own"]}, "h2", hostvars) == ["own"]
 
 
 def test_readiness_is_judged_by_the_argv_of_the_unit():
     units = [{"instance": "a", "argv": ["p", "--config", "f"], "revision": "r1", "api_key_file": "/f"}]
     intents = {"instances": {"a": {"ready": {"timeout": 60, "successes": 2}}}}
-    target = _journey.ready_targets({"a": plan(unit={"host": "127.0.0.1", "port": 1, "model_path": "/m"})}, units, intents)["a"]
+    target = _journey.ready_targets(
+        {"a": plan(unit={"host": "127.0.0.1", "port": 1, "model_path": "/m"})}, units, intents
+    )["a"]
     assert target == {
         "instance": "a",
         "host": "127.0.0.1",
@@ -131,19 +161,29 @@ def test_readiness_is_judged_by_the_argv_of_the_unit():
 
 
 def test_a_rollback_is_judged_by_the_argv_it_went_back_to():
-    units = [{"instance": "a", "current": "r1", "argv": ["old"]}, {"instance": "b", "current": None}, {"instance": "c", "current": "r0"}]
+    units = [
+        {"instance": "a", "current": "r1", "argv": ["old"]},
+        {"instance": "b", "current": None},
+        {"instance": "c", "current": "r0"},
+    ]
     targets = _journey.restored_targets({"a": plan(), "b": plan(), "c": plan()}, units, {})
     assert list(targets) == ["a", "c"] and targets["a"]["expected_argv"] == ["old"]
     assert "expected_argv" not in targets["c"]
 
 
 def test_only_what_this_run_changed_is_taken_back():
-    results = [{"changed": True, "journal_id": "j1", "item": {"key": "/v"}}, {"changed": False, "journal_id": "j0", "item": {"key": "/w"}}]
+    results = [
+        {"changed": True, "journal_id": "j1", "item": {"key": "/v"}},
+        {"changed": False, "journal_id": "j0", "item": {"key": "/w"}},
+    ]
     assert _journey.applied_journals(results) == {"/v": "j1"}
 
 
 def test_secrets_of_an_instance_win_over_the_shared_ones():
-    variables = {"sglang_secrets": {"api_key": "shared", "hf_token": "t"}, "sglang_instances": {"a": {"secrets": {"api_key": "own"}}}}
+    variables = {
+        "sglang_secrets": {"api_key": "shared", "hf_token": "t"},
+        "sglang_instances": {"a": {"secrets": {"api_key": "own"}}},
+    }
     assert _journey.secrets_by_instance(["a", "b"], variables) == {
         "a": {"api_key": "own", "hf_token": "t"},
         "b": {"api_key": "shared", "hf_token": "t"},
@@ -155,3 +195,13 @@ def test_what_shows_only_after_a_remedy_is_mended_too_and_nothing_twice():
     second = {**REMEDY, "steps": [{"action": "os_install", "packages": ["libibverbs1"]}]}
     assert _journey.further_remedies({"a": plan(remedies=[second])}, {"/v": [first]}) == {"/v": [second]}
     assert _journey.further_remedies({"a": plan(remedies=[first])}, {"/v": [first]}) == {}
+
+
+def test_the_key_of_the_router_reaches_no_service():
+    variables = {
+        "sglang_secrets": {"api_key": "a", "router_api_key": "r"},
+        "sglang_instances": {"x": {"secrets": {"api_key": "b"}}},
+    }
+    assert _journey.secrets_by_instance(["x", "y"], variables) == {"x": {"api_key": "b"}, "y": {"api_key": "a"}}
+    assert _journey.router_keys(["x", "y"], variables) == {"x": "r", "y": "r"}
+    assert _journey.router_keys(["x"], {}) == {}
