@@ -78,7 +78,9 @@ class ActionModule(ActionBase):
             for step in remedy.get("steps") or []
         ):
             probe = next(iter(_intents.plain(facts.get(arguments["probes_fact"]) or {}).values()), {})
-        return {"plans": plans, "intents": intents, "probe": probe, "unreachable": False}
+        seen = next(iter((facts.get(arguments["probes_fact"]) or {}).values()), {})
+        wheels = _intents.plain((seen.get("host") or {}).get("wheels") or [])
+        return {"plans": plans, "intents": intents, "probe": probe, "wheels": wheels, "unreachable": False}
 
     @staticmethod
     def _settings(hosts: dict[str, dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:

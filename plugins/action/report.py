@@ -27,6 +27,8 @@ KEPT = (
     "rollout_preview",
     "rollout_failure",
     "rollout_work",
+    "rollout_builds",
+    "rollout_smoke",
     "ready_results",
     "service_units",
 )

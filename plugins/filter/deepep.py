@@ -13,9 +13,18 @@ from typing import Any, Callable
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint
 
 
-def deepep_builds(hosts: Iterable[str], hostvars: Mapping[str, Any], artifacts_dir: str = "") -> list[dict[str, Any]]:
-    """``[{fingerprint, builder, peers, compiles}]`` from the hosts' ``deepep_info`` and the controller's wheels."""
+def _on_controller(artifacts_dir: str) -> list[str]:
     manifests = glob.glob(os.path.join(artifacts_dir, "wheels", "*", "manifest.json")) if artifacts_dir else []
+    return [os.path.basename(os.path.dirname(str(path))) for path in manifests]
+
+
+def deepep_builds(
+    hosts: Iterable[str], hostvars: Mapping[str, Any], artifacts_dir: str = "", keepers: Mapping[str, str] = {}
+) -> list[dict[str, Any]]:
+    """``[{fingerprint, builder, peers, compiles}]`` from the hosts' ``deepep_info`` and the controller's wheels.
+
+    ``keepers`` is ``{fingerprint: host}``: who else keeps a wheel, which then comes to the controller first.
+    """
     found = []
     for host in hosts:
         info = hostvars[host].get("deepep_info") or {}
@@ -23,11 +32,30 @@ def deepep_builds(hosts: Iterable[str], hostvars: Mapping[str, Any], artifacts_d
             {
                 "host": str(host),
                 "fingerprint": info.get("fingerprint"),
-                "cached": bool(info.get("cached")),
+                "cached": bool(info.get("cached") or _stored(hostvars[host])),
                 "usable": bool(info.get("usable")),
             }
         )
-    return _fingerprint.share_builds(found, [os.path.basename(os.path.dirname(str(path))) for path in manifests])
+    return _fingerprint.share_builds(found, [*_on_controller(artifacts_dir), *keepers])
+
+
+def _stored(variables: Mapping[str, Any]) -> bool:
+    return (variables.get("deepep_stored") or {}).get("status") == 200
+
+
+def deepep_brings(
+    shares: Iterable[Mapping[str, Any]], host: str, keepers: Mapping[str, str], artifacts_dir: str
+) -> list[dict[str, str]]:
+    """``[{fingerprint, keeper}]`` of the wheels that ``host`` has brought to the controller for its group."""
+    there = _on_controller(artifacts_dir)
+    return [
+        {"fingerprint": share["fingerprint"], "keeper": str(keepers[share["fingerprint"]])}
+        for share in shares
+        if not share["builder"]
+        and share["peers"][:1] == [host]
+        and share["fingerprint"] in keepers
+        and share["fingerprint"] not in there
+    ]
 
 
 def deepep_builds_here(shares: Iterable[Mapping[str, Any]], host: str) -> bool:
@@ -52,4 +80,9 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         """Name → function."""
-        return {"deepep_builds": deepep_builds, "deepep_builds_here": deepep_builds_here, "deepep_role": deepep_role}
+        return {
+            "deepep_brings": deepep_brings,
+            "deepep_builds": deepep_builds,
+            "deepep_builds_here": deepep_builds_here,
+            "deepep_role": deepep_role,
+        }

@@ -25,6 +25,8 @@ KEPT = (
     "rollout_preview",
     "rollout_failure",
     "rollout_work",
+    "rollout_builds",
+    "rollout_smoke",
     "ready_results",
     "service_units",
 )

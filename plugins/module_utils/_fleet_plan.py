@@ -82,6 +82,8 @@ def fleet_plan(
             {name: hosts[name] for name in (order or hosts) if name not in away and name not in skipped}
         ),
     }
+    if fleet["builders"]:
+        fleet["wheels"] = keepers({name: host for name, host in hosts.items() if name not in away})
     fleet["message"] = fleet_text(fleet, len(hosts))
     return fleet
 
@@ -317,6 +319,15 @@ def builders(hosts: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
     return _fingerprint.share_builds(wanted)
 
 
+def keepers(hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """``{fingerprint: host}``: who keeps a DeepEP wheel of an earlier run (``wheels`` of the host)."""
+    found: dict[str, str] = {}
+    for name, host in hosts.items():
+        for print_ in host.get("wheels") or []:
+            found.setdefault(str(print_), name)
+    return found
+
+
 def provisional_fingerprint(host: Mapping[str, Any]) -> str:
     """The fingerprint as far as a probe tells it; the build role replaces it with the one of the real build."""
     probe = host.get("probe") or {}
@@ -391,7 +402,8 @@ def fleet_text(fleet: Mapping[str, Any], total: Optional[int] = None) -> str:
         lines += [f"  {_where(on)}: {reason}" for reason, on in why.items()]
     for row in fleet["builders"]:
         lines.append(
-            f"DeepEP {row['fingerprint']} is built on {row['builder']} for {_count(len(row['peers']) + 1, 'host')}."
+            f"DeepEP is built on {row['builder']} for {_count(len(row['peers']) + 1, 'host')}, "
+            "unless its wheel is there already."
         )
     return "\n".join(lines)
 

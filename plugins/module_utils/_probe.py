@@ -93,8 +93,19 @@ def check_instance(name: str) -> str:
     return name
 
 
+WHEELS = "/var/lib/gpufleet-sglang/wheels"
+
+
+def _kept_wheels(context: Context) -> list[str]:
+    """Fingerprints of the DeepEP wheels that an earlier build left on the host."""
+    folder = context.path(WHEELS)
+    if not os.path.isdir(folder):
+        return []
+    return sorted(name for name in os.listdir(folder) if os.path.isfile(os.path.join(folder, name, "manifest.json")))
+
+
 def host_facts(context: Context) -> dict[str, Any]:
-    """``{hostname, machine, os_family, memory_bytes, cpus}``."""
+    """``{hostname, machine, os_family, memory_bytes, cpus, wheels}``."""
     release = {}
     for line in (context.read("/etc/os-release") or "").splitlines():
         key, equals, value = line.partition("=")
@@ -111,6 +122,7 @@ def host_facts(context: Context) -> dict[str, Any]:
     return {
         "hostname": name.nodename, "machine": name.machine, "os_family": family,
         "memory_bytes": int(memory.group(1)) * 1024 if memory else None, "cpus": os.cpu_count(),
+        "wheels": _kept_wheels(context),
     }  # fmt: skip
 
 

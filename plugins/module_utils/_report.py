@@ -34,7 +34,8 @@ def records(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]
     """Return ``{host: record}``.
 
     A record holds ``before`` and ``after`` (venv → probe), ``plans`` (what was planned) and ``plans_after`` (what the
-    last look planned; instance → plan), ``ready`` (instance → {ready, state, cause}), ``units`` (instance →
+    last look planned; instance → plan), ``builds`` (venv → {fingerprint, state, sha256} of its DeepEP wheel), ``smoke``
+    (venv → what ``deepep_wheel`` measured), ``ready`` (instance → {ready, state, cause}), ``units`` (instance →
     {current, last_good, needs, differences}), ``failure`` ({task, message, cause} or {}), ``reached`` and ``changed``
     (the run may have changed the host: before and after can differ).
     """
@@ -49,6 +50,8 @@ def records(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]
             "ready": _ready(values),
             "units": _units(values),
             "failure": values.get("rollout_failure") or {},
+            "builds": values.get("rollout_builds") or {},
+            "smoke": values.get("rollout_smoke") or {},
             "reached": "probe_results" in values,
             "changed": "rollout_work" in values,
         }
@@ -136,6 +139,9 @@ def _host(host: str, record: Mapping[str, Any], plans: dict[str, Any]) -> dict[s
     for venv, after in (record["after"] or record["before"]).items():
         before = record["before"].get(venv, after)
         entry["venvs"][venv] = _venv(venv, before, after, record)
+        for key, kept in (("build", "builds"), ("smoke", "smoke")):
+            if (record.get(kept) or {}).get(venv):
+                entry["venvs"][venv][key] = dict(record[kept][venv])
     for name, plan in record["plans"].items():
         entry["instances"][name] = _instance(host, name, plan, record, plans)
     entry["status"] = _status(entry)

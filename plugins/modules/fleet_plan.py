@@ -103,6 +103,9 @@ fleet:
       description: Which host builds DeepEP for which others.
       type: list
       elements: dict
+    wheels:
+      description: Where there are builders, which host keeps which DeepEP wheel of an earlier run, by fingerprint.
+      type: dict
     message:
       description: The decision in words.
       type: str

@@ -124,7 +124,7 @@ probe:
       description: SGLang's version, place, and what it requires of the distributions that matter here.
       type: dict
     host:
-      description: Name, machine, family of the operating system, memory and processors.
+      description: Name, machine, family of the operating system, memory, processors and DeepEP wheels (fingerprints).
       type: dict
     backends:
       description:

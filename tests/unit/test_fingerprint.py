@@ -86,3 +86,24 @@ def test_the_filters_read_what_the_role_registers(tmp_path):
     (tmp_path / "wheels" / "A" / "manifest.json").write_text("{}")
     shares = deepep.deepep_builds(hostvars, hostvars, str(tmp_path))
     assert deepep.deepep_role(shares, "h0") == "copies DeepEP A from the controller"
+
+
+def test_a_wheel_that_another_host_keeps_is_brought_once_and_never_compiled(tmp_path):
+    hostvars = {name: {"deepep_info": {"fingerprint": "A", "usable": True}} for name in ("h0", "h1")}
+    hostvars["h2"] = {"deepep_info": {"fingerprint": "B", "usable": True}}
+    keepers = {"A": "old", "C": "old"}
+    shares = deepep.deepep_builds(hostvars, hostvars, str(tmp_path), keepers)
+    assert [(share["builder"], share["compiles"]) for share in shares] == [(None, False), ("h2", True)]
+    brings = {host: deepep.deepep_brings(shares, host, keepers, str(tmp_path)) for host in hostvars}
+    assert brings == {"h0": [{"fingerprint": "A", "keeper": "old"}], "h1": [], "h2": []}
+    (tmp_path / "wheels" / "A").mkdir(parents=True)
+    (tmp_path / "wheels" / "A" / "manifest.json").write_text("{}")
+    assert deepep.deepep_brings(shares, "h0", keepers, str(tmp_path)) == []
+
+
+def test_a_host_that_takes_its_wheel_from_the_store_builds_nothing():
+    info = {"fingerprint": "A", "usable": True, "cached": False}
+    hostvars = {"h0": {"deepep_info": info, "deepep_stored": {"status": 404}}}
+    assert deepep.deepep_builds(hostvars, hostvars)[0]["compiles"]
+    hostvars["h0"]["deepep_stored"] = {"status": 200}
+    assert not deepep.deepep_builds(hostvars, hostvars)[0]["compiles"]
