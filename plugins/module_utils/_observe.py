@@ -166,6 +166,14 @@ def argv_of(pid: int, proc: str = "/proc") -> Optional[list[str]]:
     return [part.decode("utf-8", "replace") for part in raw.rstrip(b"\0").split(b"\0")]
 
 
+def running_argv(unit: Optional[str], pid: Optional[int], run: Run, proc: str = "/proc") -> list[str]:
+    """The argv of a unit's main process, or of ``pid``; [] when there is none."""
+    if unit:
+        result = run(["systemctl", "show", "-p", "MainPID", "--value", unit], 20.0)
+        pid = int(result.stdout.strip()) if result.stdout.strip().isdigit() else None
+    return (argv_of(pid, proc) if pid else None) or []
+
+
 def name_of(pid: int, proc: str = "/proc") -> str:
     """The short name of a process."""
     return (_read(f"{proc}/{pid}/comm") or b"?").decode("utf-8", "replace").strip()
@@ -428,6 +436,12 @@ class Target(NamedTuple):
     key: Optional[str] = None
     verify_ca: Optional[str] = None
     server_name: Optional[str] = None
+
+
+def scheme_of(argv: Sequence[str]) -> str:
+    """How a server that was started with ``argv`` is spoken to: ``https`` when it was given a certificate."""
+    names = {item.partition("=")[0].replace("_", "-") for item in argv if item.startswith("--")}
+    return "https" if "--ssl-certfile" in names else "http"
 
 
 class Ask(NamedTuple):

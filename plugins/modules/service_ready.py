@@ -53,10 +53,11 @@ options:
     type: int
     default: 30000
   scheme:
-    description: How the service is spoken to.
+    description:
+      - How the service is spoken to.
+      - When it is not given, C(https) where O(expected_argv), or else the running process, has C(--ssl-certfile).
     type: str
     choices: [http, https]
-    default: http
   verify_ca:
     description: A CA file on the host. Without one the certificate is not checked (the listener's process is).
     type: path
@@ -270,7 +271,7 @@ ARGUMENTS: dict[str, Any] = {
     "mode": {"type": "str", "choices": ["wait", "verify"], "default": "wait"},
     "host": {"type": "str", "default": "127.0.0.1"},
     "port": {"type": "int", "default": 30000},
-    "scheme": {"type": "str", "choices": ["http", "https"], "default": "http"},
+    "scheme": {"type": "str", "choices": ["http", "https"]},
     "verify_ca": {"type": "path"},
     "tls_server_name": {"type": "str"},
     "model": {"type": "str"},
@@ -332,7 +333,10 @@ def main() -> None:
     target = observe.Target(
         observe.connect_host(params["host"]),
         params["port"],
-        params["scheme"],
+        params["scheme"]
+        or observe.scheme_of(
+            params["expected_argv"] or observe.running_argv(options.unit, options.foreground_pid, run)
+        ),
         key,
         params["verify_ca"],
         params["tls_server_name"],

@@ -600,3 +600,30 @@ def test_the_folder_of_the_answers_is_private(tmp_path):
 
 def test_nobody_listens():
     assert observe.ask(observe.Target("127.0.0.1", 1), observe.Ask("GET", "/"), 5.0)["refused"] is True
+
+
+@pytest.mark.parametrize(
+    ("argv", "scheme"),
+    [
+        ([], "http"),
+        (["python", "-m", "sglang.launch_server", "--ssl-certfile", "/x.pem", "--ssl-keyfile", "/k.pem"], "https"),
+        (["python", "--ssl-certfile=/x.pem"], "https"),
+        (["python", "--chat-template", "ssl-certfile"], "http"),
+    ],
+)
+def test_a_server_with_a_certificate_is_spoken_to_by_tls(argv, scheme):
+    assert observe.scheme_of(argv) == scheme
+
+
+def test_the_argv_of_what_runs(tmp_path):
+    (tmp_path / "42").mkdir()
+    (tmp_path / "42" / "cmdline").write_bytes(b"python\0--ssl-certfile\0/x.pem\0")
+    said = {"a.service": "42\n", "b.service": "0\n", "c.service": ""}
+
+    def show(argv, _limit):
+        return RunResult(0, said[argv[-1]], "")
+
+    assert observe.running_argv("a.service", None, show, str(tmp_path)) == ["python", "--ssl-certfile", "/x.pem"]
+    assert observe.running_argv("b.service", None, show, str(tmp_path)) == []
+    assert observe.running_argv("c.service", None, show, str(tmp_path)) == []
+    assert observe.running_argv(None, 42, show, str(tmp_path))[1] == "--ssl-certfile"
