@@ -658,8 +658,8 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         # It is installed, and what the package manager offers may be no newer: nothing to be carried out unseen.
         return _manual("system_package", entry.mend)
     if code == "ucx_conflict" and data.get("path"):
-        old = str((facts.environment or {}).get("LD_LIBRARY_PATH", "")).split(":")
-        value = ":".join(part for part in old if part and part.rstrip("/") != str(data["path"]).rstrip("/"))
+        parts = str((facts.environment or {}).get("LD_LIBRARY_PATH", "")).split(":")
+        value = ":".join(part for part in parts if part and part.rstrip("/") != str(data["path"]).rstrip("/"))
         return _remedy("env_var", f"Set LD_LIBRARY_PATH={value}.", _step("set_env", LD_LIBRARY_PATH=value))
     if code == "cannot_write":
         if backend.name == "deep_ep":
