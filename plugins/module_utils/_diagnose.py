@@ -20,7 +20,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._backends import (
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._codes import CODES, STATES
 from ansible_collections.gpufleet.sglang.plugins.module_utils._distributions import canonical, version_in
-from ansible_collections.gpufleet.sglang.plugins.module_utils._import_child import Outcome
+from ansible_collections.gpufleet.sglang.plugins.module_utils._outcome import Outcome
 
 
 @dataclass

@@ -19,8 +19,9 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Optional
+
+from ansible_collections.gpufleet.sglang.plugins.module_utils._outcome import LIBRARIES, Account, Group, Outcome
 
 RESULT_LIMIT = 256 * 1024
 OUTPUT_HEAD, OUTPUT_TAIL = 2048, 4096
@@ -161,56 +162,6 @@ while pids:
         tell(control, {"group": pids.pop(pid), "status": status})
 exit_now(0)
 """
-
-# What is worth knowing of the libraries that an import has loaded.
-LIBRARIES = (
-    "libcudart", "libcuda.", "libnccl", "libnvshmem", "libucp", "libibverbs", "libmlx5", "libtorch_cuda", "libstdc++",
-    "engine", "_ep", "ep_cpp", "_C.", "_bindings", "nixl", "mooncake", "pg_",
-)  # fmt: skip
-
-
-@dataclass
-class Group:
-    """What one forked child imports: ``modules`` ``{module: attributes to look for}``, ``top`` the package's name."""
-
-    name: str
-    top: str
-    modules: Mapping[str, Sequence[str]]
-
-
-@dataclass
-class Outcome:
-    """What became of a group.
-
-    ``outcome``: ``ok``, ``error`` (an exception, in ``error``), ``signal``, ``exit``, ``timeout``, ``torch``
-    (the child died while importing torch), ``interpreter`` (Python itself died or hung before its first line) or
-    ``not_started`` (``message`` says why).
-    """
-
-    outcome: str
-    error: Optional[dict[str, Any]] = None
-    modules: dict[str, Any] = field(default_factory=dict)
-    attributes: dict[str, bool] = field(default_factory=dict)
-    libraries: list[str] = field(default_factory=list)
-    version: Optional[str] = None
-    top_file: Optional[str] = None
-    signal: Optional[str] = None
-    status: Optional[int] = None
-    output: str = ""
-    message: str = ""
-    torch: Optional[dict[str, Any]] = None
-
-
-@dataclass
-class Account:
-    """Whom the children run as; None for ``uid`` keeps the present user."""
-
-    uid: Optional[int] = None
-    gid: Optional[int] = None
-    groups: Optional[Sequence[int]] = None
-    name: str = ""
-    home: str = "/"
-
 
 def service_environment(given: Optional[Mapping[str, str]], account: Account) -> dict[str, str]:
     """The environment that systemd gives a service with ``User=`` and the variables ``given``: nothing of ours."""

@@ -23,13 +23,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._backends import (
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._codes import CODES
 from ansible_collections.gpufleet.sglang.plugins.module_utils._context import Context
-from ansible_collections.gpufleet.sglang.plugins.module_utils._import_child import (
-    LIBRARIES,
-    Account,
-    Group,
-    Outcome,
-    run_imports,
-)
+from ansible_collections.gpufleet.sglang.plugins.module_utils._outcome import LIBRARIES, Account, Group, Outcome
 
 # In this order: a subset may use the results of those before it.
 SUBSETS = ("service", "gpus", "toolkits", "fabric", "backends", "server_args", "model")
@@ -696,9 +690,16 @@ def _whole_backends(names: Sequence[str], code: str, message: Optional[str]) -> 
     }  # fmt: skip
 
 
+def _run_imports(*arguments: Any) -> dict[str, Outcome]:
+    """Imported here, so that a host where there is nothing to import does not compile it."""
+    from ansible_collections.gpufleet.sglang.plugins.module_utils._import_child import run_imports
+
+    return run_imports(*arguments)
+
+
 def gather_backends(
     context: Context, request: Request, paths: Paths, account: Account, os_family: str, notes: list[str],
-    imports: Callable[..., dict[str, Outcome]] = run_imports,
+    imports: Optional[Callable[..., dict[str, Outcome]]] = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The ``backends`` part of the probe."""
     names = list(dict.fromkeys([*(request.backends or DEFAULT_BACKENDS), *request.wanted]))
@@ -717,7 +718,7 @@ def gather_backends(
             if denied:
                 notes.append(f"the libraries of {denied} of its processes could not be read")
         else:
-            outcomes = imports(
+            outcomes = (imports or _run_imports)(
                 context.venv["python"], groups, account, context.environment, request.import_timeout,
                 bool(context.torch.get("version")),
             )  # fmt: skip
@@ -793,7 +794,7 @@ def _groups(
 
 
 def probe(
-    request: Request, context: Optional[Context] = None, imports: Callable[..., dict[str, Outcome]] = run_imports
+    request: Request, context: Optional[Context] = None, imports: Optional[Callable[..., dict[str, Outcome]]] = None
 ) -> dict[str, Any]:
     """The whole ``probe`` (contracts.md). What is wrong with the host is in the result; only bad requests raise."""
     context = context or Context()

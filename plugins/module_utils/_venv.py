@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _elf
-from ansible_collections.gpufleet.sglang.plugins.module_utils._import_child import Account
+from ansible_collections.gpufleet.sglang.plugins.module_utils._outcome import Account
 
 _VERSION = re.compile(r"^(\d+)\.(\d+)(?:\.(\d+))?")
 _LIB = re.compile(r"^python(\d+)\.(\d+)(t?)$")
