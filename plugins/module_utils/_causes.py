@@ -330,7 +330,7 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "gpu_fault",
-        r"illegal memory access|device-side assert|uncorrectable ECC|Xid|unspecified launch failure|GPU is lost|"
+        r"illegal memory access|device-side assert|uncorrectable ECC|\bXid\b|unspecified launch failure|GPU is lost|"
         r"cudaErrorECCUncorrectable|misaligned address|CUDA_ERROR_ILLEGAL",
         "a kernel failed on the GPU",
         "look for Xid lines in the kernel log; without any, suspect the backend's build or version",
@@ -584,7 +584,8 @@ CAUSES: tuple[Row, ...] = (
     # what the others say about it
     Row(
         "watchdog_timeout",
-        r"[Ww]atchdog (?:[Tt]imeout|TimeoutError|caught)|Watchdog caught collective operation timeout|"
+        r"[Ww]atchdog (?:[Tt]imeout|TimeoutError|caught)(?![^\n]*soft=True)|"
+        r"Watchdog caught collective operation timeout|"
         r"collective operation timeout",
         "a step took longer than the watchdog allows: a hang, or a kernel that was still compiling",
         "compile first (sglang.compile_deep_gemm) or raise --watchdog-timeout; if it repeats with warm "
@@ -642,7 +643,8 @@ _CHAIN = re.compile(r"^(?:During handling of the above exception|The above excep
 _LOOKS_BAD = re.compile(
     r"\berror\b|\bError\b|ERROR|FATAL|[Ff]atal|\bfailed\b|Failed|NCCL WARN|not found|denied|killed|Killed|"
     r"oom-kill|aborted|Aborted|"
-    r"[Ww]atchdog|Segmentation|SIGQUIT|sigquit|terminate called|address already in use|Xid|status=2\d\d/|No space left|"
+    r"[Ww]atchdog|Segmentation|SIGQUIT|sigquit|terminate called|address already in use|\bXid\b|status=2\d\d/|"
+    r"No space left|"
     r"exceeds|does not match"
 )
 _MANAGER = re.compile(r"^[\w@.:\\-]{1,200}\.service: |^terminate called|^\[?rank\d+\]?:|^\S+:\d+:\d+ \[\d+\] ")
@@ -650,7 +652,8 @@ _FATAL_HEAD = re.compile(r"hit an exception|<frozen runpy>|Exception in (?:threa
 # Said by SGLang or its libraries while all is well.
 _HARMLESS = re.compile(
     r"^\s*\[--|^usage: |server_args=|kill_process_tree called|Gracefully exiting|allreduce_fusion API is not available|"
-    r"NCCL INFO |^\s*(?:\[rank\d+\]:)?\[?[IW]\d{4} \d\d:\d\d:\d\d|^\s*(?:WARN(?:ING)?|INFO|DEBUG)\b"
+    r"NCCL INFO |^\s*(?:\[rank\d+\]:)?\[?[IW]\d{4} \d\d:\d\d:\d\d|^\s*(?:WARN(?:ING)?|Warning|INFO|DEBUG)\b|"
+    r"^(?:(?!NCCL )[^\n]){0,60}\bWARN(?:ING)?\b"
 )
 # A log line that tells what was done instead: its process went on.
 _HANDLED = re.compile(
@@ -866,8 +869,6 @@ def _progress_by_rank(lines: Sequence[str]) -> dict[str, int]:
 
 def _survived(lines: Sequence[str], block: Block, progress: dict[str, int]) -> bool:
     """The process that wrote this error went on with its start, so it did not die of it."""
-    if block.handled:
-        return True
     if block.fatal or (parse_line(lines[block.first]) or {}).get("kind") == "fatal":
         return False
     return progress.get(body(lines[block.first])[0], -1) > block.last
@@ -906,6 +907,8 @@ def find_cause(
     first_symptom: Optional[tuple[Row, dict[str, str], Block]] = None
     first_unknown: Optional[Block] = None
     for block in found:
+        if block.handled:
+            continue
         known = _match(block.text)
         if known and not known[0].symptom:
             if _survived(log, block, progress):
@@ -915,7 +918,7 @@ def find_cause(
         if known:
             first_symptom = first_symptom or (known[0], known[1], block)
             continue
-        if block.traceback and first_unknown is None and not block.handled:
+        if block.traceback and first_unknown is None:
             first_unknown = block
         if block.traceback and block.fatal:
             first_unknown = block
@@ -935,7 +938,7 @@ def find_cause(
     if survived is not None or first_symptom is not None:
         row, groups, block = survived or first_symptom  # type: ignore[misc]
         return _cause(row, groups, _excerpt(log, block, kept_secrets))
-    plain = [block for block in found if not block.traceback]
+    plain = [block for block in found if not block.traceback and not block.handled]
     ended = ""
     if result and result != "success":
         ended = f" (systemd: {result}" + (f", status {exit_status})" if exit_status is not None else ")")

@@ -19,12 +19,17 @@ LOGS = pathlib.Path(__file__).parent.parent / "fixtures" / "logs"
 HARMLESS = (LOGS / "harmless.txt").read_text(encoding="utf-8").splitlines()
 # What the other processes say when one has died.
 CASCADE = (LOGS / "cascade.txt").read_text(encoding="utf-8").splitlines()
-TAILS = [
-    (code, text.rstrip("\n"))
-    for code, _newline, text in (
-        part.partition("\n") for part in re.split(r"(?m)^### ", (LOGS / "tails.txt").read_text(encoding="utf-8"))[1:]
-    )
-]
+
+
+def parts(name: str) -> list[tuple[str, str]]:
+    """What stands under the lines that begin with ``###`` in a file."""
+    found = [part.partition("\n") for part in re.split(r"(?m)^### ", (LOGS / name).read_text(encoding="utf-8"))[1:]]
+    return [(head, text.rstrip("\n")) for head, _newline, text in found]
+
+
+TAILS = parts("tails.txt")
+# Warnings, and errors that somebody caught: a start goes on after them.
+HANDLED = parts("handled.txt")
 
 
 def scheduler(text: str) -> list[str]:
@@ -63,3 +68,12 @@ def test_harmless_lines_name_no_cause() -> None:
 def test_only_the_cascade_is_told_as_what_it_is() -> None:
     code = find_cause([*HARMLESS, *CASCADE])["code"]
     assert {row.code: row.symptom for row in CAUSES}[code]
+
+
+@pytest.mark.parametrize(("name", "text"), HANDLED, ids=[name for name, _text in HANDLED])
+def test_what_was_dealt_with_is_no_cause(name: str, text: str) -> None:
+    assert find_cause(text.splitlines())["code"] == "unknown"
+    oom = scheduler("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+    assert find_cause([*text.splitlines(), *oom, *CASCADE])["code"] == "gpu_out_of_memory"
+    new = find_cause([*text.splitlines(), *scheduler("FrobnicationError: out of phase"), *CASCADE])
+    assert new["code"] == "unknown" and "FrobnicationError" in new["message"]
