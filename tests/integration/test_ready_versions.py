@@ -43,7 +43,7 @@ def module(fleet: Any, name: str, **arguments: Any) -> dict[str, Any]:
 def test_ready_verified_and_stopped_cleanly(fleet: Callable[..., Any], version: str, tls: bool) -> None:
     if os.geteuid() != 0:
         pytest.skip("test hosts need root")
-    made = fleet("ver", "--subnet", "10.91.13.0/24", f"ver-a:ops:env=sglang-{version}:models")
+    made = fleet("ver", "--subnet", "10.91.14.0/24", f"ver-a:ops:env=sglang-{version}:models")
     argv = ["/opt/sglang/venv/bin/python", "-m", "sglang.launch_server", "--model-path", "/models/tiny-llama"]
     argv += ["--device", "cpu", "--load-format", "dummy", "--attention-backend", "torch_native", "--sleep-on-idle"]
     argv += ["--max-total-tokens", "4096", "--max-running-requests", "8", "--port", "31000"]
@@ -51,7 +51,7 @@ def test_ready_verified_and_stopped_cleanly(fleet: Callable[..., Any], version: 
         made.shell(
             "ver-a",
             f"install -d -m 755 {TLS}; cd {TLS}; "
-            "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost 2>/dev/null; "
+            "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 2 -subj /CN=localhost; "
             "groupadd --system sglang; chgrp sglang key.pem; chmod 640 key.pem",
         )
         argv += ["--ssl-certfile", f"{TLS}/cert.pem", "--ssl-keyfile", f"{TLS}/key.pem"]
