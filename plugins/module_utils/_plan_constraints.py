@@ -121,8 +121,10 @@ BOUNDS: tuple[tuple[str, float, Optional[float], bool], ...] = (
     ("detokenizer_worker_num", 1, None, True),
     ("base_gpu_id", 0, None, True),
     ("gpu_id_step", 1, None, True),
-    ("nnodes", 1, None, True),
-    ("node_rank", 0, None, True),
+    ("nnodes", 1, 65536, True),
+    ("node_rank", 0, 65535, True),
+    ("attn_cp_size", 1, 65536, True),
+    ("moe_dp_size", 1, 65536, True),
     ("ep_num_redundant_experts", 0, None, True),
     ("eplb_rebalance_num_iterations", 1, None, True),
     ("cpu_offload_gb", 0, None, True),
@@ -170,9 +172,14 @@ def as_float(value: Any) -> Optional[float]:
 # Parallel sizes
 
 
+def _size(view: View, key: str) -> int:
+    number = view.number(key, 1) or 1
+    return number if 1 <= number <= 65536 else 1
+
+
 def _context_parallelism(view: View) -> Iterator[Fault]:
     tp, attn_dp = view.sizes.tp, view.sizes.attn_dp
-    cp = view.number("attn_cp_size", 1) or 1
+    cp = _size(view, "attn_cp_size")
     if cp > 1 and tp % (attn_dp * cp):
         together = f"attention dp {attn_dp} x attention cp {cp}" if attn_dp > 1 else f"attention cp {cp}"
         yield Fault(
@@ -184,7 +191,7 @@ def _context_parallelism(view: View) -> Iterator[Fault]:
 
 
 def _context_parallelism_without_pp(view: View) -> Iterator[Fault]:
-    cp, moe_dp, pp = view.number("attn_cp_size", 1) or 1, view.number("moe_dp_size", 1) or 1, view.sizes.pp
+    cp, moe_dp, pp = _size(view, "attn_cp_size"), _size(view, "moe_dp_size"), view.sizes.pp
     early = _versions.within(view.draft.sglang_version, "<=0.5.9") is True
     if pp > 1 and (moe_dp > 1 or (cp > 1 and early)):
         key = "moe_dp_size" if moe_dp > 1 else "attn_cp_size"
@@ -192,7 +199,7 @@ def _context_parallelism_without_pp(view: View) -> Iterator[Fault]:
 
 
 def _moe_dp(view: View) -> Iterator[Fault]:
-    moe_dp, tp, ep = view.number("moe_dp_size", 1) or 1, view.sizes.tp, view.ep
+    moe_dp, tp, ep = _size(view, "moe_dp_size"), view.sizes.tp, view.ep
     if moe_dp <= 1:
         return
     numbers = {"tp_size": tp, "ep_size": ep, "moe_dp_size": moe_dp}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Optional
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _rules
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
+_LARGEST = 65536
 _PART = re.compile(r"(tp|pp|ep|dp)([0-9]+)")
 
 
@@ -55,7 +56,10 @@ def nodes_of(draft: Draft) -> tuple[int, int]:
                     suggestion=f"remove {key} from sglang_flags",
                 )
         return len(hosts), rank
-    return max(1, draft.number("nnodes", 1) or 1), max(0, draft.number("node_rank", 0) or 0)
+    return (
+        min(_LARGEST, max(1, draft.number("nnodes", 1) or 1)),
+        min(_LARGEST, max(0, draft.number("node_rank", 0) or 0)),
+    )
 
 
 def choose_sizes(draft: Draft, wants_experts_spread: bool) -> Sizes:
@@ -77,6 +81,16 @@ def choose_sizes(draft: Draft, wants_experts_spread: bool) -> Sizes:
             continue
         number = draft.number(key)
         if number is None:
+            continue
+        if number > _LARGEST:
+            draft.reject(
+                "flag_out_of_range",
+                f"{draft.catalogue.flag(key)} is {value}, and no fleet has so many GPUs",
+                flag=draft.catalogue.flag(key),
+                value=str(value),
+                numbers={"maximum": _LARGEST},
+                suggestion="the number of GPUs",
+            )
             continue
         if number < 1:
             draft.reject(

@@ -463,3 +463,8 @@ def test_unequal_memory_warns_where_sglang_does_not_check() -> None:
     off = {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "false"}
     plan = make(host, env_vars=off)
     assert plan["rejections"] == [] and "gpus_of_unequal_memory" in codes(plan["warnings"])
+
+
+@pytest.mark.parametrize("key", ["tp_size", "pp_size", "ep_size", "nnodes", "attn_cp_size", "moe_dp_size"])
+def test_a_monstrous_size_is_refused_and_costs_nothing(key: str) -> None:
+    assert "flag_out_of_range" in codes(make(probe(H200), flags={key: 10**30})["rejections"])
