@@ -162,9 +162,9 @@ def test_readiness_is_judged_by_the_argv_of_the_unit():
 
 def test_a_rollback_is_judged_by_the_argv_it_went_back_to():
     units = [
-        {"instance": "a", "current": "r1", "argv": ["old"]},
-        {"instance": "b", "current": None},
-        {"instance": "c", "current": "r0"},
+        {"instance": "a", "last_good": "r1", "argv": ["old"]},
+        {"instance": "b", "last_good": None, "current": "r2"},
+        {"instance": "c", "last_good": "r0"},
     ]
     targets = _journey.restored_targets({"a": plan(), "b": plan(), "c": plan()}, units, {})
     assert list(targets) == ["a", "c"] and targets["a"]["expected_argv"] == ["old"]

@@ -132,8 +132,14 @@ def test_a_worker_is_known_by_the_address_that_the_router_reaches():
     assert call["worker_url"] == "http://[fd00::1]:30000"
 
 
-@pytest.mark.parametrize(("router", "unit", "word"), [({}, {}, None), ({"worker_url": "http://w"}, {}, "url"),
-                                                      ({"url": "http://r"}, {"host": "127.0.0.1"}, "worker_url")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("router", "unit", "word"),
+    [
+        ({}, {}, None),
+        ({"worker_url": "http://w"}, {}, "url"),
+        ({"url": "http://r"}, {"host": "127.0.0.1"}, "worker_url"),
+    ],
+)
 def test_routers_that_cannot_be_used(router, unit, word):
     if word is None:
         assert calls(router, **unit) == []
