@@ -22,7 +22,7 @@ import signal
 import stat
 import time
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _drop, _journal, _lockfile, _packages
@@ -220,6 +220,14 @@ def paths_of(venv: Venv, dist: Dist) -> dict[str, str]:
     return result
 
 
+def _metadata_files(dist: Dist) -> Iterator[str]:
+    """What lies in a distribution's own folder: pip killed in a write leaves files there that no RECORD names."""
+    if dist.info.endswith(".dist-info"):
+        for folder, _folders, names in os.walk(dist.info):
+            for name in names:
+                yield os.path.join(folder, name)
+
+
 def is_intact(path: str, digest: str) -> bool:
     """Whether the file has the digest that RECORD gives it (an unknown kind of digest counts as right)."""
     kind, _sep, value = digest.partition("=")
@@ -279,10 +287,11 @@ def read_wheel(venv: Venv, path: str) -> Wheel:
 
 
 def _caches(path: str) -> list[str]:
+    # Also those that Python was about to rename: x.cpython-311.pyc.140234
     folder, name = os.path.split(path)
     if not name.endswith(".py"):
         return []
-    return glob.glob(os.path.join(glob.escape(folder), "__pycache__", glob.escape(name[:-3]) + ".*.pyc"))
+    return glob.glob(os.path.join(glob.escape(folder), "__pycache__", glob.escape(name[:-3]) + ".*.pyc*"))
 
 
 def in_use(paths: Iterable[str], proc: str = "/proc") -> list[int]:
@@ -851,7 +860,7 @@ class Mender:
             added = {row["path"] for row in manifest} - kept
             for name in entry.data["names"]:
                 for dist in installed.get(name, []):
-                    added |= set(paths_of(self.venv, dist))
+                    added |= set(paths_of(self.venv, dist)) | set(_metadata_files(dist))
             added |= {cache for path in added | kept for cache in _caches(path)}
             added -= kept
             for path in [*sorted(set(self._stashes()) - set(entry.data["stashes"])), *sorted(added)]:

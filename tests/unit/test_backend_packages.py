@@ -678,10 +678,33 @@ def result_is_interrupted(tmp_path, venv):
 
 @pytest.mark.parametrize(
     ("where", "moments"),
-    [("uninstall", (4,)), ("install", (9,)), ("module", (24, 40))],
+    [("uninstall", (4,)), ("install", (9, 31)), ("module", (24, 40))],
 )
 def test_a_kill_at_some_moments(tmp_path, house, venv, where, moments):
     assert sweep(tmp_path, venv, where, moments) == len(moments)
+
+
+def test_what_a_killed_pip_was_writing_goes_with_it(tmp_path, house, venv):
+    apply(tmp_path, venv, INSTALL_12)
+    old = picture(venv)
+    apply(tmp_path, venv, SWAP)
+    new = picture(venv)
+    restore(tmp_path, venv)
+    info = site(venv) / "moon_cu13-1.0.dist-info"
+    for back in (False, True):
+        assert next(moment for moment in range(12, 60, 6) if killed(tmp_path, venv, "install", moment) and _half(info))
+        (info / "INSTALLER8ehlnm_e.tmp").write_text("pip")
+        cache = site(venv) / "moon" / "__pycache__"
+        cache.mkdir(exist_ok=True)
+        (cache / "engine.cpython-311.pyc.140234").write_bytes(b"half")
+        restore(tmp_path, venv) if back else apply(tmp_path, venv, [])
+        assert picture(venv) == (old if back else new)
+        if not back:
+            restore(tmp_path, venv)
+
+
+def _half(info):
+    return info.is_dir() and not (info / "RECORD").exists()
 
 
 @pytest.mark.slow
