@@ -145,7 +145,8 @@ def hook(rollout, name, script):
 
 def test_a_host_that_goes_away_in_its_wave_stops_the_rollout(rollout):
     shell = f"{sys.executable} {ROOT}/tests/hosts/hosts.py exec roll/$1"
-    lose = hook(rollout, "lose", f"test $1 != roll-d || {shell} sh -c 'systemctl stop ssh.socket ssh; pkill sshd; true'")
+    stop = "systemctl stop ssh.socket ssh; pkill sshd; true"
+    lose = hook(rollout, "lose", f"test $1 != roll-d || {shell} sh -c '{stop}'")
     try:
         done = rollout.run(STAND_INS, "four", sglang_drain_tasks=lose)
     finally:
@@ -205,3 +206,81 @@ def test_two_hosts_start_and_go_back_as_one(rollout):
     assert done.returncode == 2 and "2 FAILED, serves its last good revision: roll-e, roll-f" in done.stdout
     assert "roll-f: Wait until it serves" in done.stdout and "the stand-in was told to fail" in done.stdout
     assert [rollout.serves(host, "big") for host in ("roll-e", "roll-f")] == ["six", "six"]
+
+
+ROUTER = "http://10.91.8.1:31900"
+
+
+def ask(url, body=None):
+    request = urllib.request.Request(
+        url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=90) as answer:
+        return json.load(answer)
+
+
+class Load:
+    """Clients that ask for generations one after another, and count what they get."""
+
+    def __init__(self, clients=3):
+        self.good, self.bad, self.over = 0, [], threading.Event()
+        self.lock = threading.Lock()
+        self.threads = [threading.Thread(target=self.client) for _ in range(clients)]
+
+    def client(self):
+        body = {"text": "hello", "sampling_params": {"max_new_tokens": 16, "ignore_eos": True}}
+        while not self.over.wait(0.3):
+            try:
+                made = ask(ROUTER + "/generate", body)["meta_info"]["completion_tokens"]
+                problem = None if made == 16 else f"{made} tokens"
+            except (OSError, ValueError, KeyError) as error:
+                problem = repr(error)
+            with self.lock:
+                self.good += problem is None
+                self.bad += [problem] if problem else []
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exception):
+        self.over.set()
+        for thread in self.threads:
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory):
+    """The router of PyPI, in an environment of its own, without workers."""
+    folder = tmp_path_factory.mktemp("router")
+    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=120)
+    python = str(folder / "venv" / "bin" / "python")
+    subprocess.run([python, "-m", "pip", "install", "-q", "sglang-router==0.3.2"], check=True, timeout=300)
+    argv = [python, "-m", "sglang_router.launch_router", "--host", "10.91.8.1", "--port", "31900",
+            "--prometheus-port", "31999", "--policy", "round_robin"]  # fmt: skip
+    with (folder / "log").open("w") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
+        yield lambda: ask(ROUTER + "/workers")["workers"]
+        process.terminate()
+
+
+def test_a_rolling_restart_behind_the_real_router_loses_no_request(hosts, router, tmp_path):
+    rollout, workers = Rollout(hosts, tmp_path), ["roll-a", "roll-b"]
+    behind = {"sglang_router": {"url": ROUTER}}
+    done = rollout.run(workers, "one", sglang_waves=[2], **behind)
+    assert done.returncode == 0, done.stdout[-3000:]
+    urls = ["http://10.91.8.11:30000", "http://10.91.8.12:30000"]
+    assert sorted(row["url"] for row in router()) == urls, "added after they were proven"
+    with Load() as load:
+        done = rollout.run(workers, "two", **behind)
+    assert done.returncode == 0 and "2 done: roll-a, roll-b" in done.stdout
+    assert load.bad == [] and load.good > 20
+    assert [rollout.serves(host) for host in workers] == ["two", "two"]
+    assert sorted(row["url"] for row in router() if row["is_healthy"]) == urls
+
+    # What a controller leaves that is killed after the removal: the next run has nothing to change, and adds it.
+    gone = next(row["id"] for row in router() if row["url"] == urls[0])
+    urllib.request.urlopen(urllib.request.Request(f"{ROUTER}/workers/{gone}", method="DELETE"), timeout=30).close()
+    done = rollout.run(workers, "two", **behind)
+    assert done.returncode == 0 and "2 as it should be: roll-a, roll-b" in done.stdout
+    assert sorted(row["url"] for row in router()) == urls

@@ -2,7 +2,7 @@
 # Copyright: the gpufleet.sglang contributors
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 # SPDX-License-Identifier: GPL-3.0-or-later
-"""A stand-in for ``sglang.launch_server`` in rollouts: it answers as a server of its model would, and generates nothing.
+"""A stand-in for ``sglang.launch_server`` in rollouts: it answers like a server, and generates nothing.
 
 Tests put it as launch_server.py, with scripted_server.py beside it, into SGLang's folder in a test host's venv, so that
 everything up to the start is real. It ends at once when the file ``/etc/stand-in-fails`` names its
