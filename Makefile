@@ -48,6 +48,7 @@ bench: $(STAMP) ## Speed, as ratios taken in one run
 
 docs: $(STAMP) ## Make the generated pages
 	$(BIN)/python docs/tools/make_causes.py
+	$(BIN)/python docs/tools/make_rejections.py
 	$(BIN)/python docs/tools/make_reference.py
 
 build: $(STAMP) ## The collection's artifact
