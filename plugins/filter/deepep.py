@@ -70,6 +70,8 @@ def deepep_role(shares: Iterable[Mapping[str, Any]], host: str) -> str:
             does = "builds" if share["compiles"] else "has"
             return f"{does} DeepEP {share['fingerprint']} for {1 + len(share['peers'])} host(s)"
         if host in share["peers"]:
+            if not share["builder"] and not share.get("held", True):
+                return f"lacks DeepEP {share['fingerprint']}, and no host of its group can build it: see its preflight"
             origin = f"from {share['builder']}" if share["builder"] else "from the controller"
             return f"copies DeepEP {share['fingerprint']} {origin}"
     return "has no fingerprint: see its preflight"

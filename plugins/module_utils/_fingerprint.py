@@ -59,7 +59,7 @@ def share_builds(hosts: Iterable[Mapping[str, Any]], cached: Iterable[str] = ())
 
     ``hosts``: ``[{host, fingerprint, cached: bool, usable: bool}]`` in the order of the play; ``cached`` the
     fingerprints whose wheel the controller holds. Returns ``[{fingerprint, builder, peers: [host], compiles:
-    bool}]`` in the order of first appearance. A host that has the wheel is preferred; where the controller has it
+    bool, held: bool}]`` in the order of first appearance. A host that has the wheel is preferred; where the controller has it
     and no host does, ``builder`` is None and everybody copies. A host that cannot build (``usable`` false) is a peer
     only.
     """
@@ -83,6 +83,7 @@ def share_builds(hosts: Iterable[Mapping[str, Any]], cached: Iterable[str] = ())
                 "builder": builder,
                 "peers": [str(item["host"]) for item in members if str(item["host"]) != builder],
                 "compiles": builder is not None and not owners,
+                "held": bool(owners) or print_ in held,
             }
         )
     return shared

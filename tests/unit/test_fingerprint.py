@@ -107,3 +107,10 @@ def test_a_host_that_takes_its_wheel_from_the_store_builds_nothing():
     assert deepep.deepep_builds(hostvars, hostvars)[0]["compiles"]
     hostvars["h0"]["deepep_stored"] = {"status": 200}
     assert not deepep.deepep_builds(hostvars, hostvars)[0]["compiles"]
+
+
+def test_nobody_is_said_to_copy_what_nobody_has_or_can_build():
+    hostvars = {"h0": {"deepep_info": {"fingerprint": "A", "usable": False}}}
+    assert "no host of its group can build it" in deepep.deepep_role(deepep.deepep_builds(hostvars, hostvars), "h0")
+    shares = deepep.deepep_builds(hostvars, hostvars, "", {"A": "old"})
+    assert deepep.deepep_role(shares, "h0") == "copies DeepEP A from the controller"
