@@ -60,8 +60,8 @@ def share_builds(hosts: Iterable[Mapping[str, Any]], cached: Iterable[str] = ())
     ``hosts``: ``[{host, fingerprint, cached: bool, usable: bool}]`` in the order of the play; ``cached`` the
     fingerprints whose wheel the controller holds. Returns ``[{fingerprint, builder, peers: [host], compiles:
     bool, held: bool}]`` in the order of first appearance. A host that has the wheel is preferred; where the controller
-    has it and no host does, ``builder`` is None and everybody copies. A host that cannot build (``usable`` false) is a peer
-    only.
+    has it and no host does, ``builder`` is None and everybody copies. A host that cannot build (``usable`` false) is
+    a peer only.
     """
     held = set(cached)
     groups: dict[str, list[Mapping[str, Any]]] = {}

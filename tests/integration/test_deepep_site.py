@@ -89,7 +89,7 @@ def test_the_first_wave_compiles_and_nobody_ever_again(fleet: Any, tmp_path: Pat
     assert again.returncode == 0, again.stdout[-3000:]
     assert {counts(again, host)["changed"] for host in ("bld-a", "bld-b")} == {0}
 
-    # As in AWX: the controller has forgotten the wheel, and a new host without a compiler gets it from one that kept it.
+    # As in AWX: the controller has forgotten the wheel; a host without a compiler gets it from one that kept it.
     shutil.rmtree(artifacts / "wheels")
     two.shell("bld-b", f"rm -rf {WHEELS} {SITE}/deep_ep*")
     kept = site()
