@@ -187,7 +187,9 @@ def judge_a2a(draft: Draft, name: str, sizes: Sizes, keeps_ep: bool) -> Verdict:
     reasons += _a2a_arguments(draft, row, sizes, keeps_ep)
     final = [reason for reason in reasons if reason.code in _FINAL]
     if final:
-        return Verdict(name, row.library, dict(draft.backend(row.library, "a2a")) if row.library else {}, final[:1])
+        # What is missing is told beside it: the reader asks for the backend, not for the device.
+        found, missing = _state_reason(draft, row.library, "a2a") if row.library else ({}, [])
+        return Verdict(name, row.library, found, final[:1] + missing)
     reasons += _a2a_hardware(draft, row, sizes)
     state: dict[str, Any] = {}
     if row.library:
@@ -526,7 +528,7 @@ def _fallback_text(draft: Draft, verdicts: Sequence[Verdict]) -> str:
     if not verdicts:
         return "asked for"
     text = " ".join(verdict.sentence() for verdict in verdicts)
-    if all(reason.code in _FINAL for verdict in verdicts for reason in verdict.reasons):
+    if all(any(reason.code in _FINAL for reason in verdict.reasons) for verdict in verdicts):
         return text
     looked_at = {verdict.library for verdict in verdicts}
     others = []

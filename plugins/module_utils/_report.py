@@ -162,6 +162,7 @@ def _venv(venv: str, before: Mapping[str, Any], after: Mapping[str, Any], record
             "expected": _expected(record, venv, name),
             "remedy": _remedy(record["plans"], venv, name),
             "serves_without": any(plan.get("service") for plan in _of_venv(record["plans"], venv)),
+            "passed_over": _passed_over(record, venv, name),
         }
     return {
         "state": about.get("state"),
@@ -573,6 +574,17 @@ def rows(report: Mapping[str, Any]) -> list[dict[str, str]]:
     return table
 
 
+def _passed_over(record: Mapping[str, Any], venv: str, backend: str) -> Optional[str]:
+    """What a plan took instead of a backend that it looked at and could not use."""
+    for plan in _of_venv(record["plans"], venv):
+        for decision in plan.get("decisions") or []:
+            candidates = (decision.get("evidence") or {}).get("candidates") or {}
+            for name, seen in candidates.items():
+                if name.replace("_", "") == backend.replace("_", "") and not seen.get("usable"):
+                    return str(decision.get("answer"))
+    return None
+
+
 def _remedy_text(backend: Mapping[str, Any]) -> str:
     remedy = backend["remedy"]
     if remedy and remedy["required"]:
@@ -580,7 +592,7 @@ def _remedy_text(backend: Mapping[str, Any]) -> str:
     if backend["before"]["state"] == "ok":
         return ""
     if not backend["wanted"]:
-        return "(not wanted)"
+        return f"(plan falls back: {backend['passed_over']})" if backend["passed_over"] else "(not wanted)"
     return "(the service does without)" if backend["serves_without"] else "(by hand, see below)"
 
 

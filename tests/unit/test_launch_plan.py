@@ -582,8 +582,9 @@ def test_a_cpu_host_says_one_short_sentence_for_each_preference() -> None:
         probe("cpu"), flags={"device": "cpu", "load_format": "dummy"}, moe_a2a_backend=["deepep", "mooncake", "nixl"]
     )
     assert decision(plan, "moe_a2a_backend")["because"] == (
-        "deepep needs GPUs, and the device is cpu. mooncake needs GPUs, and the device is cpu. "
-        "nixl needs GPUs, and the device is cpu"
+        "deepep needs GPUs, and the device is cpu; deep_ep is absent. "
+        "mooncake needs GPUs, and the device is cpu; is absent. "
+        "nixl needs GPUs, and the device is cpu; is absent"
     )
     assert plan["rejections"] == []
 

@@ -195,3 +195,16 @@ def test_rendering_a_thousand_hosts_gives_a_page_that_can_be_mailed():
     html = _report_html.render(make(fake.fleet(1000)))
     assert html.count('<tr class="host"') == 1000
     assert len(html) < 6_000_000
+
+
+def test_a_preference_that_the_plan_passed_over_says_what_it_took():
+    decision = {
+        "question": "moe_a2a_backend",
+        "answer": "none",
+        "evidence": {"candidates": {"deepep": {"usable": False}}},
+    }
+    plan = {"service": True, "unit": {"venv": "/v"}, "decisions": [decision]}
+    record = {"plans": {"default": plan}}
+    assert _report._passed_over(record, "/v", "deep_ep") == "none"
+    assert _report._passed_over(record, "/v", "mooncake") is None
+    assert _report._passed_over(record, "/other", "deep_ep") is None
