@@ -458,6 +458,8 @@ def _command(
         "rendezvous": intent.get("rendezvous"),
         "ready": dict(intent.get("ready") or {}),
     }
+    if intent.get("takeover"):
+        unit["takeover"] = intent["takeover"]
     return argv, unit
 
 
