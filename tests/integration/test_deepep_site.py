@@ -20,7 +20,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 VENV = Path(os.environ.get("GPUFLEET_CUDA_VENV", ROOT / ".cache" / "cuda-torch-venv"))
 PYTHON = VENV / "bin" / "python"
-NVCC = shutil.which("nvcc")
+# nvcc on the path may be a script that calls the one of the toolkit.
+TOOLKIT = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda").resolve()
 SITE = "/opt/sglang/venv/lib/python*/site-packages"
 WHEELS = "/var/lib/gpufleet-sglang/wheels"
 
@@ -28,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.hosts,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no CUDA torch in {VENV} (see docs/deepep.md)"),
-    pytest.mark.skipif(NVCC is None, reason="no nvcc"),
+    pytest.mark.skipif(not (TOOLKIT / "bin" / "nvcc").exists(), reason=f"no nvcc in {TOOLKIT}"),
 ]
 
 
@@ -39,9 +40,9 @@ def counts(done: Any, host: str) -> dict[str, int]:
 
 
 def test_the_first_wave_compiles_and_nobody_ever_again(fleet: Any, tmp_path: Path) -> None:
-    toolkit, home = Path(str(NVCC)).resolve().parents[1], PYTHON.resolve().parents[1]
+    home = PYTHON.resolve().parents[1]
     options = (
-        f"overlay={VENV}@/opt/sglang/venv:mount={home}@{home}:mount={toolkit}@{toolkit}"
+        f"overlay={VENV}@/opt/sglang/venv:mount={home}@{home}:mount={TOOLKIT}@{TOOLKIT}"
         f":overlay={ROOT}/tests/fixtures/cuda_ext@/srv/src"
     )
     two = fleet("bld", f"bld-a:{options}", f"bld-b:{options}")
@@ -53,7 +54,7 @@ def test_the_first_wave_compiles_and_nobody_ever_again(fleet: Any, tmp_path: Pat
         "sglang_deepep_build": True,
         "sglang_deepep_source": "/srv/src",
         "sglang_deepep_archs": ["9.0"],
-        "sglang_deepep_cuda_home": str(toolkit),
+        "sglang_deepep_cuda_home": str(TOOLKIT),
         "sglang_waves": [1, 1],
         "sglang_artifacts_dir": str(artifacts),
     }
