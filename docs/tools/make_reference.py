@@ -17,7 +17,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "collections"))
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents  # noqa: E402
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents
 
 
 def variables_page() -> str:
@@ -27,7 +27,8 @@ def variables_page() -> str:
         "# Inventory variables",
         "",
         "The flat variables describe one instance named `default`, or the defaults of every entry of",
-        "`sglang_instances`, where the same keys stand without the prefix. Variables marked *host* hold for the host or the run.",
+        "`sglang_instances`, where the same keys stand without the prefix.",
+        "Variables marked *host* hold for the host or the run.",
         "Values of `-e` and AWX surveys may be strings: they are turned into the type.",
         "",
         "| variable | type | default | scope | meaning |",
@@ -35,7 +36,7 @@ def variables_page() -> str:
     ]
     for variable in _intents.VARIABLES:
         kind = " · ".join(f"`{choice}`" for choice in variable.choices) or variable.type
-        default = "–" if variable.default is None else f"`{json.dumps(variable.default)}`"
+        default = "none" if variable.default is None else f"`{json.dumps(variable.default)}`"
         text = variable.description.replace("|", "\\|")
         lines.append(f"| `{variable.name}` | {kind} | {default} | {variable.scope} | {text} |")
     return "\n".join(lines) + "\n"

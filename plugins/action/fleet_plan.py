@@ -78,7 +78,7 @@ class ActionModule(ActionBase):
             for step in remedy.get("steps") or []
         ):
             probe = next(iter(_intents.plain(facts.get(arguments["probes_fact"]) or {}).values()), {})
-        seen = next(iter((facts.get(arguments["probes_fact"]) or {}).values()), {})
+        seen: dict[str, Any] = next(iter((facts.get(arguments["probes_fact"]) or {}).values()), {})
         wheels = _intents.plain((seen.get("host") or {}).get("wheels") or [])
         return {"plans": plans, "intents": intents, "probe": probe, "wheels": wheels, "unreachable": False}
 

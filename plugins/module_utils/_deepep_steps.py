@@ -37,7 +37,7 @@ def step(want: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
             "cached": False,
             "usable": False,
         }
-        if want["state"] == "info":
+        if want["state"] == "observed":
             problem = dict(cause, packages=[])
             return dict(result, preflight={"problems": [problem], "warnings": [], "decisions": []}, fingerprint=None)
         return dict(result, failed=True, msg=f"{refused.code}: {refused}. {refused.mend}")
@@ -46,7 +46,7 @@ def step(want: Mapping[str, Any], check_mode: bool) -> dict[str, Any]:
 def _step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any], deadline: float) -> dict[str, Any]:
     builder = Builder(want)
     builder.look()
-    only_look = check_mode or want["state"] == "info"
+    only_look = check_mode or want["state"] == "observed"
     if builder.identity is None:
         raise Refused(str(builder.venv["code"]), str(builder.venv["message"]), "name an existing venv in venv")
     builder.source = builder.resolve_source()
@@ -68,7 +68,7 @@ def _step(want: Mapping[str, Any], check_mode: bool, carry: dict[str, Any], dead
     if manifest and not (want["force"] and only_look):
         return _present(builder, manifest, result, carry, deadline, only_look)
     if builder.plan["problems"]:
-        return _blocked(builder, result, want["state"] == "info")
+        return _blocked(builder, result, want["state"] == "observed")
     if only_look:
         busy = _detached.is_locked(builder.build_dir)
         state = "building" if busy else ("would_build" if builder.source["ready"] else "would_fetch")

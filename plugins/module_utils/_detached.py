@@ -194,7 +194,7 @@ def end_leftovers(job_dir: str) -> list[int]:
     hand."""
     wanted = (f"{MARKER}={os.path.abspath(job_dir)}").encode()
     ended = []
-    for dummy in range(5):
+    for _attempt in range(5):
         found = [pid for pid in _processes() if pid != os.getpid() and wanted in _environ(pid)]
         if not found:
             break

@@ -67,7 +67,12 @@ def _host(key: str, kind: str, default: Any, description: str, **kwargs: Any) ->
 VARIABLES: tuple[Variable, ...] = (
     # What is served
     _instance("venv", "path", None, "Virtualenv that runs SGLang, or its interpreter; mended in place."),
-    _instance("environment", "dict", None, "Managed environment that environment.yml makes: lock, base, python, owner, prove_imports; and the path it told."),
+    _instance(
+        "environment",
+        "dict",
+        None,
+        "Managed environment that environment.yml makes: lock, base, python, owner; and the path it told.",
+    ),
     _instance("model_path", "str", None, "Model folder on the host, or a Hugging Face repository name."),
     _instance("served_model_name", "str", None, "Name under which the API serves the model."),
     _instance(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from typing import Callable, Mapping, NamedTuple, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Callable, NamedTuple, Optional
 
 
 class RunResult(NamedTuple):

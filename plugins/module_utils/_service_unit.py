@@ -882,11 +882,11 @@ class ServiceUnit:
             "absent": self._absent,
             "accepted": self._accepted,
             "rolled_back": self._rolled_back,
-            "info": self._info,
+            "observed": self._info,
         }
         handler = handlers[self.request.state]
         try:
-            if self.request.check_mode or self.request.state == "info":
+            if self.request.check_mode or self.request.state == "observed":
                 result = handler()
             else:
                 with Lock(self.host.path(f"{RUN}/{self.request.instance}.lock")):
@@ -1150,7 +1150,7 @@ class ServiceUnit:
             if self.store.problems and os.path.lexists(f"{self.store.path}/last_good"):
                 raise ServiceError(
                     f"last_good of {self.request.instance} is damaged: {self.store.problems[-1]['message']}; "
-                    "name a revision (state info lists them)"
+                    "name a revision (state observed lists them)"
                 )
             return self._give_up_first(none)
         stored = self.store.read(target)

@@ -37,13 +37,13 @@ options:
   state:
     description:
       - V(present) makes sure that the cache holds a proven wheel.
-      - V(fetched) only brings a git source into the host's cache, so that V(info) can tell the final fingerprint.
-      - V(info) only says what V(present) would do, and never fails because of what it finds.
+      - V(fetched) only brings a git source into the host's cache, so that V(observed) can tell the final fingerprint.
+      - V(observed) only says what V(present) would do, and never fails because of what it finds.
       - V(cancelled) ends a running build and everything that it started.
       - V(smoke) runs a dispatch and a combine over the local GPUs with the DeepEP that is installed in the venv (or
         with O(smoke_wheel)), checks the result, and measures both it and the all-to-all of torch.distributed.
     type: str
-    choices: [present, fetched, info, cancelled, smoke]
+    choices: [present, fetched, observed, cancelled, smoke]
     default: present
   source_path:
     description: A folder or a tar archive on the host with DeepEP's source. Submodules must be in it.
@@ -230,7 +230,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _deepep_ste
 
 ARGUMENTS = {
     "venv": {"type": "path", "required": True},
-    "state": {"type": "str", "choices": ["present", "fetched", "info", "cancelled", "smoke"], "default": "present"},
+    "state": {"type": "str", "choices": ["present", "fetched", "observed", "cancelled", "smoke"], "default": "present"},
     "source_path": {"type": "path"},
     "source_url": {"type": "str"},
     "revision": {"type": "str"},

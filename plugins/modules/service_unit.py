@@ -30,9 +30,9 @@ options:
       - V(accepted) remembers the running revision as the last good one.
       - V(rolled_back) goes back to O(revision) or to the last good one and starts it. When no revision was ever
         accepted, the service is stopped and disabled, and a unit that was taken over runs again.
-      - V(info) only tells what is there.
+      - V(observed) only tells what is there.
     type: str
-    choices: [started, stopped, absent, accepted, rolled_back, info]
+    choices: [started, stopped, absent, accepted, rolled_back, observed]
     default: started
   plan:
     description: The plan that M(gpufleet.sglang.launch_plan) returned. Needed for O(state=started).
@@ -180,7 +180,7 @@ limits_not_granted:
   description: Resource limits of the unit that the kernel did not grant to the process.
   type: list
   elements: dict
-  returned: for started and info
+  returned: for started and observed
   sample: [{limit: LimitMEMLOCK, wanted: infinity, granted: "8388608", code: memlock_effective_below_unit}]
 pid:
   description: Main process of the unit, null when none runs.
@@ -218,7 +218,7 @@ log_namespace:
 taken_over:
   description: The unit that this one replaces, with its argv, and how its flags differ from the plan's.
   type: dict
-  returned: for started, absent and info
+  returned: for started, absent and observed
 restored:
   description: The taken-over unit that was put back, null when there was none.
   type: str
@@ -240,7 +240,7 @@ revisions:
   description: The stored revisions, oldest first.
   type: list
   elements: dict
-  returned: for info
+  returned: for observed
 removed:
   description: Paths that were removed.
   type: list
@@ -271,7 +271,7 @@ def main() -> None:
             "instance": {"type": "str", "default": "default"},
             "state": {
                 "type": "str",
-                "choices": ["started", "stopped", "absent", "accepted", "rolled_back", "info"],
+                "choices": ["started", "stopped", "absent", "accepted", "rolled_back", "observed"],
                 "default": "started",
             },
             "plan": {"type": "dict"},

@@ -111,7 +111,7 @@ def built(result):
 
 def test_from_nothing_to_a_proven_wheel_that_carries_no_path_of_the_builder(want, tmp_path):
     """The whole fixture, with torch's own headers: this is the minute-long one."""
-    looked, _said = go(want(FIXTURE, state="info"))
+    looked, _said = go(want(FIXTURE, state="observed"))
     assert (looked["build_state"], looked["changed"], looked["cached"]) == ("would_build", False, False)
     assert not (tmp_path / "state").exists()
     checked, _said = go(want(FIXTURE), check=True)
@@ -158,12 +158,12 @@ def test_from_nothing_to_a_proven_wheel_that_carries_no_path_of_the_builder(want
     # A wheel that was tampered with is no wheel.
     with open(result["wheel"], "ab") as stream:
         stream.write(b"x")
-    assert go(want(FIXTURE, state="info"))[0]["cached"] is False
+    assert go(want(FIXTURE, state="observed"))[0]["cached"] is False
 
 
 def test_a_moved_venv_and_another_arch_are_other_fingerprints(want):
-    one = go(want(FIXTURE, state="info"))[0]
-    two = go(want(FIXTURE, state="info", gpu_archs=["sm_90", "10.0"]))[0]
+    one = go(want(FIXTURE, state="observed"))[0]
+    two = go(want(FIXTURE, state="observed", gpu_archs=["sm_90", "10.0"]))[0]
     assert one["fingerprint"] != two["fingerprint"]
     assert two["parts"]["archs"] == ["9.0", "10.0"]
 
@@ -425,7 +425,7 @@ def test_a_git_source_is_fetched_and_keeps_its_commit(source, want):
     assert go(dict(options, state="fetched"))[0]["changed"] is False
     result, _said = go(options)
     assert built(result)["parts"]["revision"] == commit
-    assert result["fingerprint"] == fetched["fingerprint"] == go(dict(options, state="info"))[0]["fingerprint"]
+    assert result["fingerprint"] == fetched["fingerprint"] == go(dict(options, state="observed"))[0]["fingerprint"]
     assert result["manifest"]["wheel"]["version"].startswith("1.2.1+" + commit[:7])
     gone, _said = go(dict(options, revision="no-such-branch"))
     assert gone["failed"] is True and gone["cause"]["code"] == "revision_not_found", gone["cause"]

@@ -249,7 +249,7 @@ def test_rollback_goes_to_the_accepted_revision(s1: Fleet) -> None:
     assert (back["current"], back["active_state"]) == (first["revision"], "active")
     assert argv_of(back["pid"]) == good["argv"]
     assert not s1("s1", state="rolled_back")["changed"]
-    listed = {item["revision"]: item["last_good"] for item in s1("s1", state="info")["revisions"]}
+    listed = {item["revision"]: item["last_good"] for item in s1("s1", state="observed")["revisions"]}
     assert listed == {first["revision"]: True, second["revision"]: False}
     assert not s1("s1", "--check", plan=good)["changed"]
 
@@ -292,7 +292,7 @@ def test_two_instances_do_not_touch_each_other(s1: Fleet) -> None:
     assert shell("s1", "ls /var/cache/sglang/other").split() == ["kernel"]
     left = shell("s1", "ls /etc/systemd/system /etc/gpufleet-sglang /var/lib/gpufleet-sglang/instances")
     assert "other" not in left and "sglang-default.service" in left
-    assert s1("s1", state="info")["pid"] == one["pid"] != two["pid"]
+    assert s1("s1", state="observed")["pid"] == one["pid"] != two["pid"]
 
 
 def test_stop_leaves_no_process(s1: Fleet) -> None:
@@ -347,7 +347,7 @@ def test_full_disk_while_staging_leaves_the_service_as_it_was(s1: Fleet) -> None
         assert "No space left on device" in result["msg"] and "unchanged" in result["msg"]
     finally:
         shell("s1", "umount /var/lib/gpufleet-sglang/instances/default/revisions")
-    after = s1("s1", state="info")
+    after = s1("s1", state="observed")
     assert (after["pid"], after["current"]) == (before["pid"], before["revision"])
     assert s1("s1", plan=make_plan(extra=("--tp-size", "8")))["active_state"] == "active"
 
@@ -367,7 +367,7 @@ def test_damaged_store_is_told_and_mended(s1: Fleet) -> None:
     s1("s1", state="accepted")
     store = "/var/lib/gpufleet-sglang/instances/default"
     shell("s1", f"echo garbage > {store}/revisions/{first['revision']}/env; echo nonsense > {store}/current")
-    told = s1("s1", state="info")
+    told = s1("s1", state="observed")
     assert [item["code"] for item in told["problems"] if item["code"] == "store_damaged"]
     assert "not stored or damaged" in s1("s1", state="rolled_back")["msg"]
     mended = s1("s1", plan=plan)
@@ -402,7 +402,7 @@ def serves_with_the_key_only(fleet: Fleet, host: str, by_credential: bool) -> No
     passed = json.dumps({"plan": real_plan(), "secrets": secrets})
     text = fleet.raw(host, {"plan": real_plan(), "secrets": secrets}, "--diff", "-vvv")
     assert '"active_state": "active"' in text, text.replace(passed, "")
-    result = fleet(host, state="info")
+    result = fleet(host, state="observed")
     told = {item["code"] for item in fleet(host, "--check", plan=real_plan(), secrets=secrets)["problems"]}
     assert ("credentials_not_passed" in told) is not by_credential
     deadline = time.monotonic() + 200

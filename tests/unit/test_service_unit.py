@@ -391,7 +391,7 @@ def test_what_systemd_does_not_take_is_not_swapped_in(machine: Machine) -> None:
     with pytest.raises(ServiceError, match="does not take the unit"):
         machine(plan=plan("--new"))
     assert unit_revision(machine.text(f"{UNITS}/{UNIT}")) == first["revision"]
-    assert machine("info")["pid"] == first["pid"]
+    assert machine("observed")["pid"] == first["pid"]
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_power_cut_at_any_step(tmp_path: Path, deployed: bool, monkeypatch: pyte
         after = machine(**new)
         assert after["current"] == after["running_revision"] and after["enabled"], step
         assert not machine(**new)["changed"], step
-        assert not [item for item in machine("info")["problems"] if item["severity"] == "error"], step
+        assert not [item for item in machine("observed")["problems"] if item["severity"] == "error"], step
         if deployed:
             assert machine("rolled_back")["current"] == after["last_good"], step
         shutil.rmtree(root)
