@@ -29,7 +29,7 @@ SITE = "/opt/sglang/venv/lib/python3.11/site-packages"
 STORE = "/var/lib/gpufleet-sglang/instances/default"
 GOOD = {"max_running_requests": 8}
 
-pytestmark = pytest.mark.hosts
+pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 
 class Site:
