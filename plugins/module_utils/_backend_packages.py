@@ -900,6 +900,11 @@ class Mender:
                 else:
                     self._again(entry)
                 self.recovered.append(entry.id)
+            else:
+                # Killed when all was done but the tidying.
+                self._forget(entry.work)
+                if entry.state == _journal.RESTORED:
+                    self._forget(entry.files)
 
     def _again(self, entry: _journal.Entry) -> None:
         self._files_back(entry)

@@ -30,7 +30,7 @@ PREPARING, CHANGING, DONE, RESTORING, RESTORED = "preparing", "changing", "done"
 INTERRUPTED = (CHANGING, RESTORING)
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_GONE = ".gone"
+_GONE, _BEGUN = ".gone", ".begun"
 _FICLONE = 0x40049409
 
 
@@ -40,7 +40,7 @@ class JournalError(Exception):
 
 def valid_id(text: str) -> bool:
     """Whether ``text`` may name an entry (one path component, no surprises)."""
-    return _ID.fullmatch(text) is not None and not text.endswith(_GONE)
+    return _ID.fullmatch(text) is not None and not text.endswith((_GONE, _BEGUN))
 
 
 def sync_directory(path: str) -> None:
@@ -251,13 +251,14 @@ class Journal:
         return sorted(found, key=lambda entry: int(entry.data["sequence"]))
 
     def sweep(self) -> None:
-        """Remove what an interrupted ``discard`` left."""
+        """Remove what an interrupted ``discard`` or ``begin`` left."""
         try:
             names = os.listdir(self.root)
         except FileNotFoundError:
             return
         for name in names:
-            if name.endswith(_GONE):
+            writer = name[: -len(_BEGUN)].rpartition(".")[2] if name.endswith(_BEGUN) else ""
+            if name.endswith(_GONE) or (writer and not os.path.exists(f"/proc/{writer}")):
                 shutil.rmtree(os.path.join(self.root, name), ignore_errors=True)
 
     def begin(self, wanted_id: str, venv: str, data: dict[str, Any]) -> Entry:
@@ -265,17 +266,27 @@ class Journal:
         if not valid_id(wanted_id):
             raise JournalError(f"journal_id {wanted_id!r}: letters, digits, '.', '_' and '-', at most 128")
         sequence = 1 + max((int(entry.data["sequence"]) for entry in self.entries(venv)), default=0)
+        # Made beside and renamed: a folder of an entry always has its entry.json.
+        stage = os.path.join(self.root, f"{wanted_id}.{os.getpid()}{_BEGUN}")
+        shutil.rmtree(stage, ignore_errors=True)
+        os.mkdir(stage, 0o711)
         for number in range(1, 10000):
             name = wanted_id if number == 1 else f"{wanted_id}-{number}"
             folder = os.path.join(self.root, name)
-            try:
-                os.mkdir(folder, 0o711)
-                break
-            except FileExistsError:
+            if os.path.lexists(folder):
                 continue
+            entry = Entry(stage, {**data, "id": name, "venv": venv, "sequence": sequence, "state": PREPARING})
+            entry.save()
+            try:
+                os.rename(stage, folder)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    continue
+                raise
+            entry.folder = folder
+            break
         else:
+            shutil.rmtree(stage, ignore_errors=True)
             raise JournalError(f"{self.root} is full of entries named {wanted_id}")
-        entry = Entry(folder, {**data, "id": name, "venv": venv, "sequence": sequence, "state": PREPARING})
-        entry.save()
         sync_directory(self.root)
         return entry

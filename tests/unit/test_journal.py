@@ -92,6 +92,28 @@ def test_a_torn_write_leaves_the_old_entry_and_a_spoilt_one_is_an_error(tmp_path
     assert journal.entries("/venv")[0].state == _journal.DONE
 
 
+def test_an_interrupted_begin_is_no_entry_and_is_swept_once_its_writer_is_gone(tmp_path, monkeypatch):
+    journal = _journal.Journal(str(tmp_path))
+
+    def killed(_source, _target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            journal.begin("one", "/v", {})
+    (left,) = tmp_path.iterdir()
+    assert journal.entries("/v") == []
+    # Another run may be about to finish it.
+    journal.sweep()
+    assert left.is_dir()
+    dead = left.with_name(left.name.replace(str(os.getpid()), "4194305"))
+    left.rename(dead)
+    journal.sweep()
+    assert list(tmp_path.iterdir()) == []
+    assert journal.begin("one", "/v", {}).id == "one"
+
+
 def test_an_interrupted_discard_is_no_entry_and_is_swept(tmp_path):
     journal = _journal.Journal(str(tmp_path))
     entry = journal.begin("run", "/venv", {})
