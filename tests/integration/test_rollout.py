@@ -208,6 +208,20 @@ def test_two_hosts_start_and_go_back_as_one(rollout):
     assert [rollout.serves(host, "big") for host in ("roll-e", "roll-f")] == ["six", "six"]
 
 
+def test_going_back_by_hand_to_a_named_revision(rollout):
+    def revision():
+        return rollout.hosts.shell("roll-c", "cat /var/lib/gpufleet-sglang/instances/default/current").strip()
+
+    assert rollout.run(["roll-c"], "eight").returncode == 0
+    before = revision()
+    assert rollout.run(["roll-c"], "nine").returncode == 0 and rollout.serves("roll-c") == "nine"
+    command = [*rollout.command(["roll-c"], "nine"), "-e", f"rollback_revision={before}"]
+    command[command.index("gpufleet.sglang.site")] = "gpufleet.sglang.rollback"
+    done = subprocess.run(command, cwd=ROOT, env=rollout.env(), capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "1 done: roll-c" in done.stdout, done.stdout[-3000:] + done.stderr
+    assert rollout.serves("roll-c") == "eight"
+
+
 ROUTER = "http://10.91.8.1:31900"
 
 
