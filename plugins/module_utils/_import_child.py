@@ -163,6 +163,7 @@ while pids:
 exit_now(0)
 """
 
+
 def service_environment(given: Optional[Mapping[str, str]], account: Account) -> dict[str, str]:
     """The environment that systemd gives a service with ``User=`` and the variables ``given``: nothing of ours."""
     environment = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8"}
