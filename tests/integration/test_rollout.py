@@ -208,6 +208,7 @@ def test_two_hosts_start_and_go_back_as_one(rollout):
     assert [rollout.serves(host, "big") for host in ("roll-e", "roll-f")] == ["six", "six"]
 
 
+@pytest.mark.slow
 def test_going_back_by_hand_to_a_named_revision(rollout):
     def revision():
         return rollout.hosts.shell("roll-c", "cat /var/lib/gpufleet-sglang/instances/default/current").strip()
@@ -278,6 +279,7 @@ def router(tmp_path_factory):
         process.terminate()
 
 
+@pytest.mark.slow
 def test_a_rolling_restart_behind_the_real_router_loses_no_request(hosts, router, tmp_path):
     rollout, workers = Rollout(hosts, tmp_path), ["roll-a", "roll-b"]
     behind = {"sglang_router": {"url": ROUTER}}
