@@ -9,6 +9,14 @@ if [ "$(id -u)" != 0 ] || [ "$(uname -sm)" != "Linux x86_64" ] || ! command -v a
   exec ansible-playbook -i tests/demo/localhost.yml gpufleet.sglang.probe "$@"
 fi
 
+interrupted() {
+  trap - INT TERM
+  say "Interrupted: removing the sandbox hosts; the caches stay for the next run"
+  python3 tests/hosts/hosts.py down --prefix demo
+  exit 130
+}
+trap interrupted INT TERM
+
 started=$SECONDS
 say "Sandbox hosts: packages, image, and a real SGLang on the CPU (3.4 GB, built once into the cache)"
 python3 tests/hosts/hosts.py setup
