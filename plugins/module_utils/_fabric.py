@@ -402,7 +402,18 @@ def read_rdma(context: Context) -> dict[str, Any]:
         "nvidia_peermem": module_loaded(context, "nvidia_peermem"),
         "gdrdrv": module_loaded(context, "gdrdrv"),
         "gdrdrv_device": os.path.exists(context.path("/dev/gdrdrv")),
+        "gdrdrv_state": read_gdrdrv(context),
     }
+
+
+def read_gdrdrv(context: Context) -> str:
+    """``absent``, ``loaded_but_no_device_major``, ``device_node_missing`` or ``ok``; being loaded opens nothing."""
+    if not module_loaded(context, "gdrdrv"):
+        return "absent"
+    devices = context.read("/proc/devices") or ""
+    if not re.search(r"^\s*\d+\s+gdrdrv\s*$", devices, re.MULTILINE):
+        return "loaded_but_no_device_major"
+    return "ok" if os.path.exists(context.path("/dev/gdrdrv")) else "device_node_missing"
 
 
 def has_nvswitch(context: Context, fabric: Mapping[str, Any]) -> Optional[bool]:

@@ -337,7 +337,7 @@ def _ibgda(draft: Draft, name: str) -> list[Reason]:
             flag="--moe-a2a-backend",
             value=name,
         )
-    if rdma.get("gdrdrv"):
+    if rdma.get("gdrdrv_state", "ok" if rdma.get("gdrdrv") else "absent") == "ok":
         return []
     if not params:
         draft.warn(
@@ -356,7 +356,7 @@ def _ibgda(draft: Draft, name: str) -> list[Reason]:
         Reason(
             "ibgda_not_ready",
             f"{name} in low latency between hosts needs IBGDA, and the driver runs without {' and '.join(lacks)}, "
-            "and without gdrdrv",
+            "and without a gdrdrv that can be opened",
             "these options of the nvidia module and a reboot, gdrdrv, or deepep_mode: normal",
             True,
         )

@@ -438,3 +438,24 @@ def test_every_matrix_of_cells_has_one_class(count: int, data: st.DataObject) ->
         assert found["class"] in ("nvlink_full", "nvlink_pairs", "degraded_nvlink")
     for group in found["nvlink_groups"]:
         assert all(links[pair].startswith("NV") for pair in itertools.combinations(group, 2))
+
+
+@pytest.mark.parametrize(
+    ("loaded", "devices", "node", "state"),
+    [
+        (False, "", False, "absent"),
+        (False, "490 gdrdrv", True, "absent"),
+        (True, "", False, "loaded_but_no_device_major"),
+        (True, "Character devices:\n 490 gdrdrv_other\n", True, "loaded_but_no_device_major"),
+        (True, "Character devices:\n490 gdrdrv\n", False, "device_node_missing"),
+        (True, "Character devices:\n490 gdrdrv\n", True, "ok"),
+    ],
+)
+def test_a_loaded_gdrdrv_is_of_use_only_with_its_major_and_its_node(tmp_path, loaded, devices, node, state):
+    for folder in ("proc", "dev", "sys/module"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "proc/modules").write_text("gdrdrv 28672 0 - Live 0x0\n" if loaded else "")
+    (tmp_path / "proc/devices").write_text(devices)
+    if node:
+        (tmp_path / "dev/gdrdrv").touch()
+    assert _fabric.read_gdrdrv(Context(run=Tools({}), root=str(tmp_path))) == state
