@@ -8,7 +8,7 @@ One folder an entry::
     <root>/<id>/entry.json     state, steps, what was there: written whole, synced, renamed
     <root>/<id>/manifest.json  what was kept: [{path, kind, store, mode, mtime_ns, target}]
     <root>/<id>/files/         the kept files, by number
-    <root>/<id>/work/          wheels and temporary files, removed at the end
+    <root>/<id>/{work}         wheels and temporary files, removed at the end
 
 States: ``preparing`` (nothing has changed yet) → ``changing`` → ``done``; from ``changing`` or ``done`` →
 ``restoring`` → ``restored``. An entry that is ``changing`` or ``restoring`` and has no living writer was interrupted.

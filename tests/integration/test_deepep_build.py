@@ -313,7 +313,7 @@ def test_the_time_limit_ends_the_compilers_and_the_next_run_keeps_finished_objec
     assert result["cause"]["code"] == "build_timed_out", result["cause"]
     objects = {
         path: path.stat().st_mtime_ns
-        for path in (tmp_path / "state").glob("builds/*/work/src/build/temp*/csrc/kernels/*.o")
+        for path in (tmp_path / "state").glob("builds/*/*/src/build/temp*/csrc/kernels/*.o")
     }
     leftovers = [
         pid for pid in _detached._processes() if str(tmp_path).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
