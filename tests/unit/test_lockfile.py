@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _drop, _lockfile
@@ -135,7 +136,12 @@ def test_timeout_ends_the_whole_group_and_output_is_bounded(tmp_path):
     result = _drop.run_as(me, ["/bin/sh", "-c", script], 2, _drop.environment(me), limit=1000)
     assert result.timed_out and result.rc == -9
     assert len(result.stdout) == 1000
-    assert _lockfile.process_start(int(pid_file.read_text())) is None
+    # The orphan was killed with its group; init takes it away a moment later.
+    orphan = int(pid_file.read_text())
+    deadline = time.monotonic() + 30
+    while _lockfile.process_start(orphan) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert _lockfile.process_start(orphan) is None
 
 
 def test_unknown_user_and_missing_program():
