@@ -8,7 +8,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Callable
+from typing import Any, Callable, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint
 
@@ -19,7 +19,10 @@ def _on_controller(artifacts_dir: str) -> list[str]:
 
 
 def deepep_builds(
-    hosts: Iterable[str], hostvars: Mapping[str, Any], artifacts_dir: str = "", keepers: Mapping[str, str] = {}
+    hosts: Iterable[str],
+    hostvars: Mapping[str, Any],
+    artifacts_dir: str = "",
+    keepers: Optional[Mapping[str, str]] = None,
 ) -> list[dict[str, Any]]:
     """``[{fingerprint, builder, peers, compiles}]`` from the hosts' ``deepep_info`` and the controller's wheels.
 
@@ -36,7 +39,7 @@ def deepep_builds(
                 "usable": bool(info.get("usable")),
             }
         )
-    return _fingerprint.share_builds(found, [*_on_controller(artifacts_dir), *keepers])
+    return _fingerprint.share_builds(found, [*_on_controller(artifacts_dir), *(keepers or {})])
 
 
 def _stored(variables: Mapping[str, Any]) -> bool:
