@@ -42,7 +42,8 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "not_a_venv": PlanCode(R, "The path is no virtualenv.", "The folder with bin/python."),
         "unreadable": PlanCode(R, "The virtualenv cannot be read.", "Let the service's user read it."),
         "sglang_absent": PlanCode(R, "The virtualenv has no SGLang.", "Install it there, or give another virtualenv."),
-        "server_args_unknown": PlanCode(W,
+        "server_args_unknown": PlanCode(
+            W,
             "The arguments of the installed SGLang could not be read: flags are not checked.",
             "Check the command line by hand."),
         "host_not_in_instance": PlanCode(R, "A host has an instance that does not name it.", "Add it to hosts, or take the instance off."),
@@ -113,12 +114,14 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "gpu_busy": PlanCode(B, "Processes of others hold memory of a GPU; refused where SGLang would not start.", "Stop them, or take other GPUs."),
         "gpus_unknown": PlanCode(W, "How many GPUs there are is not known.", "Give sizes in sglang_parallelism."),
         "gpus_unused": PlanCode(W, "Fewer GPUs are used than there are, because they do not divide the model.", "Another parallelism, or a second instance."),
-        "fabricmanager_not_running_or_version_mismatch": PlanCode(R,
+        "fabricmanager_not_running_or_version_mismatch": PlanCode(
+            R,
             "NVSwitches join the GPUs, and their manager does not run or is of another version than the driver.",
             "Install and start the matching nvidia-fabricmanager."),
         "nvlink_degraded": PlanCode(B, "A GPU is outside of NVLink; refused where a backend needs NVLink between all.", "Repair it, or leave it out."),
         "fabric_unknown": PlanCode(B, "How the GPUs reach each other is not known.", "nvidia-smi topo -m on the host."),
-        "flag_not_supported_on_arch": PlanCode(R,
+        "flag_not_supported_on_arch": PlanCode(
+            R,
             "A flag's value has no kernels for the GPUs' architecture, which the compute capability tells and never the name.",
             "The told value."),
         "flag_on_arch_unknown": PlanCode(W, "Whether this SGLang takes the value on this architecture is not known.", "Try it on one host."),
@@ -140,7 +143,8 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "intermediate_not_divisible": PlanCode(R, "An intermediate size cannot be split over the ranks.", "The told size."),
         "quant_block_not_divisible": PlanCode(R, "A rank's share of the weights is no multiple of the quantisation block.", "The told size."),
         "experts_not_divisible": PlanCode(R, "The experts cannot be spread over ep.", "The told ep."),
-        "experts_plus_redundant_not_divisible_by_effective_ep": PlanCode(R,
+        "experts_plus_redundant_not_divisible_by_effective_ep": PlanCode(
+            R,
             "Experts and redundant experts together are no multiple of the effective ep.",
             "The told number."),
         "more_stages_than_layers": PlanCode(R, "pp is more than the layers.", "Fewer stages."),
@@ -152,10 +156,12 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "eplb_needs_expert_parallelism": PlanCode(R, "EPLB asserts ep above 1, with an empty message.", "ep."),
         "eplb_ep_size_not_multiple_of_nnodes": PlanCode(R, "EPLB's ep is no multiple of the hosts.", "ep equal to tp."),
         "eplb_dispatch_needs_a2a": PlanCode(B, "static and lp dispatch need an all-to-all backend.", "dynamic."),
-        "eplb_redundant_without_a2a_corrupts_output": PlanCode(R,
+        "eplb_redundant_without_a2a_corrupts_output": PlanCode(
+            R,
             "Redundant experts without an all-to-all backend give wrong output in this SGLang.",
             "No redundant experts, a backend, or SGLang 0.5.18."),
-        "eplb_redundant_without_a2a_unknown": PlanCode(W,
+        "eplb_redundant_without_a2a_unknown": PlanCode(
+            W,
             "Whether this SGLang gives wrong output with redundant experts and no backend is not known.",
             "Check accuracy."),
         "elastic_ep_needs_pp_1": PlanCode(R, "Elastic expert parallelism works with pp 1.", "pp 1."),
@@ -196,7 +202,8 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "deepep_unquantised_unknown": PlanCode(W, "Whether this SGLang serves an unquantised model in this mode is not known.", "low_latency."),
         "cuda_graph_off": PlanCode(W, "deepep_mode normal turns CUDA graphs off.", "auto."),
         "dispatch_tokens_above_maximum": PlanCode(R, "More dispatch tokens a rank than possible.", "The told maximum."),
-        "chunked_prefill_exceeds_dispatch": PlanCode(B,
+        "chunked_prefill_exceeds_dispatch": PlanCode(
+            B,
             "A prefill chunk exceeds what a rank may dispatch: one long prompt kills the server.",
             "The told size."),
         "chunked_prefill_off_with_dispatch_limit": PlanCode(R, "Without chunks one long prompt exceeds the dispatch limit.", "A chunk size."),
