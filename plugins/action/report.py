@@ -19,19 +19,6 @@ from ansible.utils.color import stringc
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _intents, _report
 from ansible_collections.gpufleet.sglang.plugins.plugin_utils import _report_html
 
-KEPT = (
-    "probe_before",
-    "probe_results",
-    "probe_plans",
-    "rollout_assumed",
-    "rollout_preview",
-    "rollout_failure",
-    "rollout_work",
-    "rollout_builds",
-    "rollout_smoke",
-    "ready_results",
-    "service_units",
-)
 COLOURS = {"good": C.COLOR_OK, "warn": C.COLOR_CHANGED, "bad": C.COLOR_ERROR}
 
 
@@ -87,7 +74,7 @@ class ActionModule(ActionBase):
         for host in arguments["hosts"]:
             host = str(host)
             known = hostvars[host]
-            values[host] = {name: _intents.plain(known[name]) for name in KEPT if name in known}
+            values[host] = {name: _intents.plain(known[name]) for name in _report.KEPT if name in known}
             secrets.update(
                 secret_values(
                     {n: _intents.plain(known[n]) for n in ("sglang_secrets", "sglang_instances") if n in known}

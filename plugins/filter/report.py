@@ -17,23 +17,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _saved_report,
 )
 
-KEPT = (
-    "probe_before",
-    "probe_results",
-    "probe_plans",
-    "rollout_assumed",
-    "rollout_preview",
-    "rollout_failure",
-    "rollout_work",
-    "rollout_builds",
-    "rollout_smoke",
-    "ready_results",
-    "service_units",
-)
-
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _intents.plain(values[name]) for name in KEPT if name in values}
+    return {name: _intents.plain(values[name]) for name in _report.KEPT if name in values}
 
 
 def records(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,21 @@ Paint = Callable[[str, str], str]
 
 # What a run kept
 
+# The facts of a host that a report is made of; nothing else is read, since templating all of them is slow.
+KEPT = (
+    "probe_before",
+    "probe_results",
+    "probe_plans",
+    "rollout_assumed",
+    "rollout_preview",
+    "rollout_failure",
+    "rollout_work",
+    "rollout_builds",
+    "rollout_smoke",
+    "ready_results",
+    "service_units",
+)
+
 
 def records(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``{host: record}``.
