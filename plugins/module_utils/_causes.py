@@ -136,6 +136,7 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "quantization_shape",
         r"[Ww]eight (?:output|input)_(?:partition_)?size[\s\S]{0,200}not divisible|block_[nk] ?= ?\d+|"
+        r"not aligned with the quantized weight shape|"
         r"Marlin[^\n]*(?:not supported|shape)",
         "the quantised blocks cannot be cut by this tensor parallel size",
         "lower tp_size, or raise ep_size so that an expert stays whole",
@@ -144,9 +145,26 @@ CAUSES: tuple[Row, ...] = (
         "parallel_sizes",
         r"(?P<text>(?:tp_size|ep_size|dp_size|pp_size|tensor parallel size|expert parallel size)[^\n]{0,120}"
         r"(?:divisible|must be|should be|greater|at least)[^\n]*)|_compute_parallelism_ranks[\s\S]*ZeroDivisionError|"
-        r"is not divisible by|are not divisible|must be divisible by",
+        r"is not divisible by|are not divisible|must be divisible by|"
+        # Bare assertions of the models and of EPLB: the line is all that a traceback tells.
+        r"(?:assert|AssertionError:) [^\n]*%[^\n]*\b(?:\w*(?:tp|ep|dp|pp|cp)_(?:size|rank)|num_(?:gpus|nodes|groups)|"
+        r"world_size)\b"
+        r"[^\n]*== 0",
         "the parallel sizes do not fit together or do not fit the model",
         "check tp_size, ep_size, dp_size and pp_size of sglang_parallelism",
+    ),
+    Row(
+        "context_length_too_long",
+        r"context_length \((?P<given>\d+)\) is greater than the derived context_length \((?P<derived>\d+)\)",
+        "--context-length {given} is more than the {derived} that the model's configuration gives",
+        "lower context_length, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1 if the model was made for it",
+    ),
+    Row(
+        "quantization_contradicts_model",
+        r"[Qq]uantization method specified in the model config \((?P<model>[\w-]+)\) does not match[^\n]*?"
+        r"\((?P<given>[\w-]+)\)|(?:Unknown|Invalid|Unsupported) quantization method:? (?P<given2>[\w-]+)",
+        "the quantisation that is asked for is not the checkpoint's, or not known to this SGLang",
+        "take quantization out of sglang_flags: SGLang takes the checkpoint's; or use a newer SGLang",
     ),
     # host checks and libraries of the backends
     Row(
@@ -240,6 +258,12 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "dependency_missing",
+        r"requires the (?P<module>[\w.-]+) library but it was not found",
+        "the Python package {module} is missing in the venv",
+        "install it into the venv",
+    ),
+    Row(
+        "dependency_missing",
         r"ModuleNotFoundError: No module named '?(?P<module>[\w.]+)|"
         r"PackageNotFoundError: No package metadata was found for (?P<package>[\w.-]+)",
         "the Python module {module} is missing in the venv",
@@ -250,7 +274,7 @@ CAUSES: tuple[Row, ...] = (
         r"cannot import name '(?P<symbol>[^']{1,80})' from (?:partially initialized module "
         r")?'(?P<module>[\w.]{1,120})'|"
         r"(?P<package>[\w.-]{1,60}) is installed with version (?P<have>\S{1,40}),? which is less than|"
-        r"numpy\.dtype size changed|compiled using NumPy 1\.x cannot be run",
+        r"numpy\.dtype size changed|compiled using NumPy 1\.x cannot be run|CuDNN Compatibility Issue",
         "a Python package of the venv has another version than SGLang needs ({module})",
         "install the versions that this SGLang requires (pip check names them)",
     ),
@@ -260,6 +284,22 @@ CAUSES: tuple[Row, ...] = (
         "ranks waited for each other in DeepEP until its time limit: one of them is gone, stuck, or still compiling",
         "look at the first error of the other ranks and hosts; then at NVLink, RDMA and IBGDA of this one",
         permanent=False,
+    ),
+    Row(
+        "gpu_peer_access",
+        r"peer access is not supported between|mapping of buffer object failed|cudaIpcOpenMemHandle|"
+        r"[Pp]eer[- ]to[- ]peer[^\n]{0,40}not supported|"
+        r"(?:custom_all_reduce|deep_?ep|intranode)[^\n]*'(?:invalid argument|invalid resource handle)'",
+        "GPUs of this instance cannot use each other's memory",
+        "look at nvidia-smi topo -p2p r, IOMMU and ACS, and which GPUs the instance has; without peer access take "
+        "disable_custom_all_reduce: true and no a2a backend that needs NVLink",
+    ),
+    Row(
+        "nvls_unavailable",
+        r"cuMulticast\w+[^\n]*|CUDA driver error: 801|[Mm]ulticast[^\n]{0,60}not supported|"
+        r"NVLS[^\n]{0,60}(?:not supported|fail)",
+        "NVLink multicast (NVLS) is not there",
+        "start nvidia-fabricmanager in the driver's version; or NCCL_NVLS_ENABLE=0 and no symmetric memory",
     ),
     # GPU memory before the general CUDA rows
     Row(
@@ -287,10 +327,20 @@ CAUSES: tuple[Row, ...] = (
         r"is not supported for the current GPU|Minimum capability: \d+|"
         r"not supported on sm_?\d+|sm_?\d+[^\n]{0,40} (?:is )?not (?:supported|compatible)|"
         r"Value 'sm_\w+' is not defined for option|"
+        r"Only SM ?\d+|expected sm_?\d+|[Rr]equires SM ?[<>=]|no kernel for SM ?\d+|arch_major == \d+|"
+        r"No implemented \w+ for current compute capability|[Uu]nsupported compute capability|"
+        r"[Ff]mha\w*[^\n]{0,300}Unsupported arch|Unsupported arch(?:itecture)?:? ?(?:sm_?)?\d{2,3}\b|"
+        r"[Oo]nly [^\n]{0,120}\bsupported on (?:Blackwell|Hopper|Ampere|Ada)\b|"
         r"(?:requires|only supports?|needs)[^\n]{0,60}(?:SM|sm_?)\d{2,3}|compute capability[^\n]{0,60}(?:or (?:above|"
         r"higher|newer)|at least)",
         "a library has no code for this GPU's architecture",
         "install or build it for the compute capability of these GPUs",
+    ),
+    Row(
+        "kernel_too_large_for_gpu",
+        r"out of resource: (?:shared memory|threads|registers)[^\n]*",
+        "a kernel asks for more shared memory or registers than this GPU has: it was tuned for another one",
+        "another attention_backend or moe_runner_backend, or a newer SGLang with a configuration for these GPUs",
     ),
     Row(
         "driver_too_old",
@@ -303,7 +353,7 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "fabricmanager_not_running_or_version_mismatch",
-        r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|error 802",
+        r"system not yet initialized|CUDA_ERROR_SYSTEM_NOT_READY|cudaErrorSystemNotReady|\berr(?:or)?:? 802\b",
         "the NVSwitch fabric is not initialised",
         "start nvidia-fabricmanager in the driver's version",
         permanent=False,
@@ -342,7 +392,7 @@ CAUSES: tuple[Row, ...] = (
         r"(?:nvcc|ninja|gcc|g\+\+|cc1plus|c\+\+|x86_64-linux-gnu-g(?:cc|\+\+))['\"]?: (?:command )?not found|"
         r"No such file or directory: '[^']*(?:nvcc|ninja|g\+\+|gcc|ptxas)'|Ninja is required|"
         r"Failed to find C compiler|NVCC[^\n]{0,60}not found|Could not find nvcc|Cannot find NVCC|"
-        r"InvalidCxxCompiler|No working C\+\+ compiler|CUDA_HOME (?:environment "
+        r"InvalidCxxCompiler|[Cc]ould not find nvcc|No working C\+\+ compiler|CUDA_HOME (?:environment "
         r"variable )?is not set|"
         r"Please specify via CC environment variable|nvcc[^\n]{0,60}(?:does not exist|is required)|"
         r"Python\.h: No such file",
@@ -355,16 +405,26 @@ CAUSES: tuple[Row, ...] = (
         r"Ninja build (?:failed|stopped)|ninja: build stopped|nvcc fatal|ptxas (?:fatal|error)|CompilationError|"
         r"NVRTC_ERROR|PTXASError|NVCC compilation failed|"
         r"returned non-zero exit status 1[^\n]*nvcc|nvcc[^\n]{0,2000}returned non-zero exit status|"
+        r"cannot find -l\w+|collect2: error|"
+        r"/(?:gcc|g\+\+|cc|c\+\+|clang)['\"][^\n]{0,2000}returned non-zero exit status|"
         r"DeepGEMM[^\n]*(?:compil)[^\n]*fail|Error building extension|"
         r"(?:Assertion|assert)[^\n]*(?:jit|compiler\.hpp)",
         "a kernel did not compile on this host",
         "read the compiler's first error in the lines; toolkit and torch must have one CUDA major",
     ),
+    Row(
+        "kernel_refused",
+        r"Assertion error \(?(?P<file>[^\s)]*(?:[Dd]eep_?(?:EP|ep|GEMM|gemm)|csrc/(?:apis|kernels))[^\s)]*?)"
+        r"(?::\d+)?\)?:? ['\"]?(?P<text>[^\n]{1,200}?)['\"]?(?:$|\n)",
+        "a kernel library refuses what it is given: {text} ({file})",
+        "the model's shapes, their quantisation or the library's version do not fit: take the version that this "
+        "SGLang names, or another backend",
+    ),
     # communication
     Row(
         "shm_small",
         r"insufficient shared memory|failed to extend /dev/shm/|/dev/shm[^\n]{0,80}(?:too small|No space left)|"
-        r"shared memory object[^\n]*No space left",
+        r"shared memory object[^\n]*No space left|out of shared memory\b",
         "/dev/shm is too small or full",
         "make /dev/shm larger (mount -o remount,size=…), and remove what dead processes left in it",
     ),
@@ -374,10 +434,19 @@ CAUSES: tuple[Row, ...] = (
         r"connections failed)|"
         r"connect EPS failed|nvshmem[^\n]{0,200}non-zero status|transport map failed|"
         r"NVSHMEM API called before NVSHMEM initialization|transport create connect failed|"
-        r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem",
+        r"nvshmemi?_\w+ failed|unable to (?:create|init)[^\n]*nvshmem|"
+        r"ib(?:gda|rc|devx)\.cpp:\d+:[^\n]*(?:NULL value|non-zero|[Uu]nable)|"
+        r"Unable to create ah\b|create DCT share err",
         "NVSHMEM could not start",
         "IBGDA needs an mlx5 NIC, nvidia_peermem and EnableStreamMemOPs/PeerMappingOverride or gdrdrv; "
         "otherwise deepep_mode: normal inside one NVLink host",
+    ),
+    Row(
+        "memlock_limit",
+        r"(?:[Rr]egister(?:ing)? (?:memory|mr)|reg_mr|[Mm]emory registration)[^\n]*(?:Cannot allocate memory|\[12\]|"
+        r"errno:? ?12\b)|Cannot allocate memory[^\n]*(?:mlock|reg_mr)",
+        "memory could not be locked for RDMA: the limit of locked memory is too low",
+        "LimitMEMLOCK=infinity in the unit (not 'unlimited'; limits.conf does not apply to services)",
     ),
     Row(
         "rdma_device",
@@ -387,9 +456,22 @@ CAUSES: tuple[Row, ...] = (
         r"[Mm]emory registration failed|register memory failed|NIXL_ERR_\w+|"
         r"(?:Mooncake )?Transfer Engine initialization failed|\[Handshake\] Failed|"
         r"Failed to (?:register memory|open (?:rdma )?device|modify QP|create (?:QP|CQ|PD))|"
-        r"libibverbs: Warning: couldn't|No available RNIC|Cannot allocate memory[^\n]*(?:mlock|reg_mr|ibv)",
+        r"libibverbs: Warning: couldn't|No available RNIC|UCX +ERROR[^\n]*|Cannot allocate memory[^\n]*ibv",
         "RDMA does not work for the service",
         "check ibv_devinfo as the service's user, LimitMEMLOCK=infinity, and the device's name and link",
+    ),
+    Row(
+        "network_interface",
+        r"Unable to find interface for: (?P<interface>\S+)|Unable to resolve hostname to a \(local\) address|"
+        r"(?:ifa|rp) [!=]= nullptr|[Nn]o socket interface found",
+        "the network interface that the ranks shall use is not there, or this host does not know its own name",
+        "correct GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, and the host's name in /etc/hosts",
+    ),
+    Row(
+        "duplicate_gpu",
+        r"Duplicate GPU detected",
+        "two ranks were given the same GPU",
+        "check sglang_gpus, CUDA_VISIBLE_DEVICES, base_gpu_id, gpu_id_step, and that each host has its own node_rank",
     ),
     Row(
         "nccl_failed",
@@ -411,6 +493,13 @@ CAUSES: tuple[Row, ...] = (
         permanent=False,
     ),
     # model
+    Row(
+        "tokenizer_absent",
+        r"Can't load tokenizer for|[Cc]ouldn't instantiate the backend tokenizer|"
+        r"(?:No such file or directory|does not exist)[^\n]*(?:tokenizer\w*\.(?:json|model)|tiktoken\.model)",
+        "the tokenizer's files are missing beside the model, or cannot be read",
+        "copy tokenizer.json or tokenizer.model and tokenizer_config.json too, or set tokenizer_path",
+    ),
     Row(
         "model_config_absent",
         r"does not appear to have a file named (?:config|configuration)\.json|Unrecognized model in |"
@@ -445,7 +534,8 @@ CAUSES: tuple[Row, ...] = (
         "model_hub",
         r"LocalEntryNotFoundError|couldn't connect to '?https?://[^\n]*|"
         r"HTTPSConnectionPool\(host='[^']*(?:hugging|modelscope)|"
-        r"Max retries exceeded|offline mode is enabled|OfflineModeIsEnabled|"
+        r"Max retries exceeded with url: (?!/(?:route|bootstrap|metadata)\b)[^\n]*|"
+        r"offline mode is enabled|OfflineModeIsEnabled|"
         r"Temporary failure in name resolution|Name or service not known",
         "the model is a hub name, and the hub cannot be reached",
         "use a local path for sglang_model_path, or give the service a way to the hub",
@@ -476,6 +566,20 @@ CAUSES: tuple[Row, ...] = (
     ),
     # host
     Row(
+        "storage_error",
+        r"Stale file handle|Input/output error|Transport endpoint is not connected|\[Errno (?:5|107|116)\]",
+        "the disk or the network file system of the model or a cache does not answer as it should",
+        "look into the kernel log and at the mount; mount it again",
+        permanent=False,
+    ),
+    Row(
+        "bus_error",
+        r"Bus error|SIGBUS",
+        "a mapped file went away under a process: /dev/shm is full, or a file was cut off while it was read",
+        "make /dev/shm larger, and compare the model's files with their source",
+        permanent=False,
+    ),
+    Row(
         "port_privileged",
         r"error while attempting to bind on address[^\n]*permission denied",
         "the service's user may not bind this port",
@@ -484,7 +588,7 @@ CAUSES: tuple[Row, ...] = (
     Row(
         "bad_address",
         r"error while attempting to bind on address \(?'?(?P<address>[^')\n]+)[^\n]*cannot assign requested address|"
-        r"Cannot assign requested address",
+        r"Cannot assign requested address|ZMQError: No such device[^\n]*//(?P<address2>[^:/'\s]+)",
         "the address to listen on is not one of this host's ({address})",
         "correct sglang_host",
     ),
@@ -538,8 +642,24 @@ CAUSES: tuple[Row, ...] = (
         "LimitMEMLOCK=infinity in the unit (not 'unlimited')",
     ),
     Row(
+        "cache_not_writable",
+        r"(?:Permission denied|Read-only file system|No such file or directory): '(?P<path>[^']*/\.(?:cache|triton|"
+        r"config|local|nv|deep_gemm|deep_ep|flashinfer|tilelang|sglang|inductor|huggingface|keras)\b[^']*)'|"
+        r"no locator available for file|Could not determine home directory|"
+        r"getpwuid\(\): uid not found",
+        "a cache in the home folder of the service's user cannot be written ({path})",
+        "HOME and the cache variables (XDG_CACHE_HOME, HF_HOME, TRITON_CACHE_DIR, …) to a folder that the service may "
+        "write, as CacheDirectory= makes it",
+    ),
+    Row(
+        "cache_noexec",
+        r"failed to map segment from shared object",
+        "a compiled kernel cannot be loaded: its cache lies on a file system mounted noexec",
+        "mount it with exec, or move the cache variables to another folder",
+    ),
+    Row(
         "permission_denied",
-        r"PermissionError[^\n]*|Permission denied[^\n]*|EACCES|Operation not permitted[^\n]*|Read-only file "
+        r"PermissionError[^\n]*|Permission denied[^\n]*|EACCES|[Oo]peration not permitted[^\n]*|Read-only file "
         r"system[^\n]*",
         "the service's user may not read, write or execute something it needs",
         "give the service's user access (model, caches, /dev/nvidia*, /dev/infiniband), or correct the "
@@ -575,13 +695,46 @@ CAUSES: tuple[Row, ...] = (
         "correct the flags that the message and the lines name",
     ),
     Row(
+        "flags_rejected",
+        # The frames are out of the window; the message names the flag.
+        r"(?m)^(?:\w+\.)*(?P<text>(?:AssertionError|ValueError|NotImplementedError|KeyError)(?=: )[^\n]*(?:"
+        r"(?<![\w-])--[a-z][a-z0-9-]{3,}|\b(?:moe_dense_tp_size|context_length|kv_cache_dtype|page_size|"
+        r"chunked_prefill_size|mem_fraction_static|attention_backend|moe_runner_backend|moe_a2a_backend|"
+        r"(?:speculative|disaggregation|hicache|mamba)_\w+)\b|(?:tool[-_ ]call|reasoning)[-_ ]parser)[^\n]*)",
+        "SGLang refuses its own arguments: {text}",
+        "correct the flags that the message and the lines name",
+    ),
+    Row(
+        "dependency_broken",
+        r"Could not load any common_ops library",
+        "sgl_kernel finds no library that it can load on this host ({module})",
+        "install the sgl-kernel that goes with this torch, its CUDA and these GPUs",
+    ),
+    Row(
         "warmup_failed",
         r"Initialization failed\. warmup error|Initialization failed\. Please see",
         "the server's own first request failed",
         "read the lines: the first error of the scheduler is the cause",
         symptom=True,
     ),
+    Row(
+        "disaggregation_peer",
+        r"Could not fetch prefill (?:parallel )?info|KVTransferError|Failed to send kv chunk|Decode transfer failed|"
+        r"[Bb]ootstrap[^\n]{0,120}(?:refused|timed? ?out|unreachable|failed)",
+        "the prefill and the decode instance do not reach each other",
+        "check the bootstrap port and address of the prefill instance, the firewall, and RDMA between the hosts",
+        permanent=False,
+        symptom=True,
+    ),
     # what the others say about it
+    Row(
+        "scheduler_silent",
+        r"Health check failed\. Server couldn't get a response from detokenizer for last (?P<seconds>[\d.]+) seconds",
+        "the schedulers gave no sign for {seconds} s: a long prefill, a kernel that compiles, or a hang",
+        "one such line is no death: wait for progress; raise SGLANG_HEALTH_CHECK_TIMEOUT where prompts are long",
+        permanent=False,
+        symptom=True,
+    ),
     Row(
         "watchdog_timeout",
         r"[Ww]atchdog (?:[Tt]imeout|TimeoutError|caught)(?![^\n]*soft=True)|"
@@ -613,7 +766,8 @@ CAUSES: tuple[Row, ...] = (
     ),
     Row(
         "peer_died",
-        r"Connection (?:closed|reset) by (?:remote )?peer|remote process exited|Broken pipe|EOFError|"
+        r"Connection (?:closed|reset) by (?:remote )?peer|gloo/transport/tcp/pair\.cc|remote process exited|"
+        r"Broken pipe|EOFError|"
         r"Rank \d+ scheduler (?:is dead|died)",
         "another rank or process went away first",
         "look at the first error of the other ranks and hosts of this instance",
@@ -637,7 +791,9 @@ _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 _EXCEPTION = re.compile(
     r"^(?:[A-Za-z_][\w]*\.)*(?:[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Timeout|Failure|Refused|NotFound|Warning)|"
     r"KeyboardInterrupt|StopIteration|[A-Z]\w+Error\w*)(?::|$|\b)|"
-    r"^(?:[A-Za-z_]\w*\.)*(?:\w{0,80}(?:Error|Exception))(?::|$)"
+    r"^(?:[A-Za-z_]\w*\.)*(?:\w{0,80}(?:Error|Exception))(?::|$)|"
+    # A dotted name is a class in a module: triton.runtime.errors.OutOfResources
+    r"^(?:[a-z_]\w{0,60}\.){1,8}[A-Z]\w{1,60}(?:: |$)"
 )
 _CHAIN = re.compile(r"^(?:During handling of the above exception|The above exception was the direct cause)")
 _LOOKS_BAD = re.compile(
@@ -645,7 +801,8 @@ _LOOKS_BAD = re.compile(
     r"oom-kill|aborted|Aborted|"
     r"[Ww]atchdog|Segmentation|SIGQUIT|sigquit|terminate called|address already in use|\bXid\b|status=2\d\d/|"
     r"No space left|"
-    r"exceeds|does not match"
+    r"exceeds|does not match|NULL value|non-zero status|[Uu]nable to|[Cc]ould not|\berr:|out of resource|"
+    r"Address already in use|DeepEP timeout|^E\d{4} \d\d:\d\d:\d\d"
 )
 _MANAGER = re.compile(r"^[\w@.:\\-]{1,200}\.service: |^terminate called|^\[?rank\d+\]?:|^\S+:\d+:\d+ \[\d+\] ")
 _FATAL_HEAD = re.compile(r"hit an exception|<frozen runpy>|Exception in (?:thread|callback)")
@@ -659,7 +816,7 @@ _HARMLESS = re.compile(
 _HANDLED = re.compile(
     r"[Ff]all(?:ing|s)? ?back|\b[Ii]gnor(?:ed|ing)\b|\b[Ss]kipp(?:ed|ing)\b|\b(?:is|will be|has been|are) disabled\b|"
     r"\b[Dd]isabling\b|\busing default|\b[Uu]sing [^\n]{1,60} instead\b|\bretry(?:ing)?\b|[Rr]etries left|"
-    r"\boptional\b|\bnon-fatal\b|is not available, (?:not|use|using)"
+    r"\boptional\b|\bnon-fatal\b|[Tt]o silence this warning|is not available, (?:not|use|using)"
 )
 
 
@@ -690,9 +847,14 @@ def blocks(lines: Sequence[str]) -> list[Block]:
             index = block.last + 1
             continue
         if _EXCEPTION.match(text) and "Warning" not in text[:60]:
-            # The head of the traceback is out of the window.
+            # The head of the traceback is out of the window; frames right before belong to it.
             last = _end_of_words(lines, index)
-            found.append(Block(index, last, "\n".join([text, *lines[index + 1 : last + 1]]), True, False))
+            first = index
+            floor = max(found[-1].last + 1 if found else 0, index - 60)
+            while text == lines[index] and first > floor and lines[first - 1][:1].isspace():
+                first -= 1
+            words = [*lines[first:index], text, *lines[index + 1 : last + 1]]
+            found.append(Block(first, last, "\n".join(words), True, False))
             index = last + 1
             continue
         if (
@@ -720,7 +882,8 @@ def _end_of_words(lines: Sequence[str], first: int) -> int:
         if (
             text != line
             or _TRACEBACK.search(line)
-            or _EXCEPTION.match(line)
+            # NCCL's own words follow those of torch: ncclUnhandledCudaError: …
+            or (_EXCEPTION.match(line) and not line.startswith("nccl"))
             or parse_line(line)
             or _MANAGER.match(line)
         ):
@@ -812,8 +975,8 @@ def _match(text: str) -> Optional[tuple[Row, dict[str, str]]]:
     return None
 
 
-def _fill(template: str, groups: dict[str, str]) -> str:
-    return re.sub(r"\{(\w+)\}", lambda m: redact(groups.get(m.group(1), "?"))[:300], template)
+def _fill(template: str, groups: dict[str, str], secrets: Iterable[str]) -> str:
+    return re.sub(r"\{(\w+)\}", lambda m: redact(groups.get(m.group(1), "?"), secrets)[:300], template)
 
 
 def _excerpt(lines: Sequence[str], block: Block, secrets: Iterable[str]) -> list[str]:
@@ -833,18 +996,19 @@ def _excerpt(lines: Sequence[str], block: Block, secrets: Iterable[str]) -> list
     return [shown(line, secrets) for line in [*before, *inside]]
 
 
-def _cause(row: Row, groups: dict[str, str], lines: list[str]) -> Cause:
+def _cause(row: Row, groups: dict[str, str], lines: list[str], secrets: Iterable[str]) -> Cause:
+    for name in ("path2", "given2", "address2"):
+        if name in groups:
+            groups.setdefault(name[:-1], groups.pop(name))
     cause: Cause = {
         "code": row.code,
-        "message": _fill(row.message, groups),
-        "mend": _fill(row.mend, groups),
+        "message": _fill(row.message, groups, secrets),
+        "mend": _fill(row.mend, groups, secrets),
         "lines": lines,
         "permanent": row.permanent,
     }
-    if "path2" in groups:
-        groups.setdefault("path", groups.pop("path2"))
     for name, value in groups.items():
-        cause[name] = redact(value)[:300]
+        cause[name] = redact(value, secrets)[:300]
     if row.code == "argument_removed" and "replacement" in groups:
         cause["replacement"] = [
             part.strip() for part in re.split(r"\s+or\s+|,\s*", groups["replacement"]) if part.strip()
@@ -914,7 +1078,7 @@ def find_cause(
             if _survived(log, block, progress):
                 survived = survived or (known[0], known[1], block)
                 continue
-            return _cause(known[0], known[1], _excerpt(log, block, kept_secrets))
+            return _cause(known[0], known[1], _excerpt(log, block, kept_secrets), kept_secrets)
         if known:
             first_symptom = first_symptom or (known[0], known[1], block)
             continue
@@ -925,7 +1089,7 @@ def find_cause(
             break
     if result == "oom-kill":
         row = next(row for row in CAUSES if row.code == "oom_killed")
-        return _cause(row, {}, _tail(log, kept_secrets))
+        return _cause(row, {}, _tail(log, kept_secrets), kept_secrets)
     if first_unknown is not None:
         words = redact(_exception_words(first_unknown.text), kept_secrets)[:300]
         return {
@@ -937,7 +1101,7 @@ def find_cause(
         }
     if survived is not None or first_symptom is not None:
         row, groups, block = survived or first_symptom  # type: ignore[misc]
-        return _cause(row, groups, _excerpt(log, block, kept_secrets))
+        return _cause(row, groups, _excerpt(log, block, kept_secrets), kept_secrets)
     plain = [block for block in found if not block.traceback and not block.handled]
     ended = ""
     if result and result != "success":

@@ -150,7 +150,7 @@ TEXTS = [
     ("jit_compile_failed", "RuntimeError: Ninja build failed. Ninja output: FAILED: batch_decode.cuda.o"),
     ("nvshmem_mismatch", "NVSHMEM device library version does not match with NVSHMEM host library version"),
     ("nvshmem_init", "nvshmem/src/host/init/init.cu:nvshmemi_common_init:1025: nvshmem initialization failed, exiting"),
-    ("rdma_device", "RuntimeError: Failed to register memory 0x7f20 len 4096: Cannot allocate memory"),
+    ("memlock_limit", "RuntimeError: Failed to register memory 0x7f20 len 4096: Cannot allocate memory"),
     ("rdma_device", "E1130 rdma_context.cpp:64] No RDMA devices found, check your device installation: error"),
     (
         "nccl_failed",
@@ -263,6 +263,9 @@ def test_every_code_of_the_table_is_shown_by_a_log():
         "f\nAssertionError",
         "watchdog_timeout": "[2026-11-30 20:00:00] Watchdog timeout (self.watchdog_timeout=300, soft=False)",
         "peer_died": "EOFError",
+        "scheduler_silent": "[2026-11-30 20:00:00] Health check failed. Server couldn't get a response from "
+        "detokenizer for last 20 seconds. tic start time: 20:00:00. last_heartbeat time: 19:59:30",
+        "disaggregation_peer": "KVTransferError(bootstrap_room=12): Failed to send kv chunk of 12 to 10.0.0.2:4444",
         "scheduler_died": "Fatal Python error: Segmentation fault",
     }
     for code, text in rest.items():
