@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import Any, Optional
 
+import yaml
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan, _intents
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan, _intents, _pairs
 
 
 class ActionModule(ActionBase):
@@ -45,9 +46,10 @@ class ActionModule(ActionBase):
         in_play = list(variables.get("ansible_play_hosts_all") or groups[arguments["group"]])
         group = list(groups[arguments["group"]])
         hosts = {name: self._host(hostvars, name, arguments) for name in group if name in in_play}
-        fleet = _fleet_plan.fleet_plan(
-            hosts, self._settings(hosts, arguments), [name for name in group if name not in hosts]
-        )
+        settings = {key: arguments.get(key) for key in ("waves", "on_rejection", "on_unreachable")}
+        if settings["waves"] is not None:
+            settings["waves"] = self._checked_waves(settings["waves"])
+        fleet = _fleet_plan.fleet_plan(hosts, settings, [name for name in group if name not in hosts])
         result.update(changed=False, msg=fleet["message"])
         if not fleet["accepted"] and arguments["fail_on_rejection"]:
             # The message says it all; the data would print it twice more.
@@ -66,7 +68,7 @@ class ActionModule(ActionBase):
                 "unreachable": True,
                 "reason": "it could not be reached or its survey failed",
                 "plans": {},
-                "intents": {},
+                "intents": _intents.plain(intents) if intents else {},
             }
         plans, intents = _intents.plain(plans), _intents.plain(intents)
         # The probe is large: it is read only where a build makes its fingerprint matter.
@@ -80,16 +82,36 @@ class ActionModule(ActionBase):
             probe = next(iter(_intents.plain(facts.get(arguments["probes_fact"]) or {}).values()), {})
         seen: dict[str, Any] = next(iter((facts.get(arguments["probes_fact"]) or {}).values()), {})
         wheels = _intents.plain((seen.get("host") or {}).get("wheels") or [])
-        return {"plans": plans, "intents": intents, "probe": probe, "wheels": wheels, "unreachable": False}
+        return {
+            "plans": plans,
+            "intents": intents,
+            "probe": probe,
+            "wheels": wheels,
+            "seen": {
+                instance: ActionModule._seen(facts.get(arguments["probes_fact"]) or {}, intents, instance)
+                for instance, plan in plans.items()
+                if (plan.get("unit") or {}).get("role")
+            },
+            "unreachable": False,
+        }
 
     @staticmethod
-    def _settings(hosts: dict[str, dict[str, Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-        """The run's settings: of the task, else of the first host that says something else than the default."""
-        settings: dict[str, Any] = {}
-        for key in ("waves", "on_rejection", "on_unreachable"):
-            default = _intents.plain(_intents.BY_NAME[f"sglang_{key}"].default)
-            told = [(host["intents"].get("settings") or {}).get(key) for host in hosts.values()]
-            settings[key] = arguments.get(key) or next(
-                (value for value in told if value not in (None, default)), default
-            )
-        return settings
+    def _seen(probes: Any, intents: dict[str, Any], instance: str) -> dict[str, Any]:
+        """What prefill and decode instances are compared by; no more of the large probe is made plain."""
+        venv = ((intents.get("instances") or {}).get(instance) or {}).get("venv")
+        probe = probes.get(venv) or {}
+        own = (probe.get("instances") or {}).get(instance) or probe
+        model = own.get("model") or {}
+        return {
+            "sglang": _intents.plain((probe.get("sglang") or {}).get("version")),
+            "model": {key: _intents.plain(model.get(key)) for key in ("state", *_pairs.SHAPE)},
+        }
+
+    @staticmethod
+    def _checked_waves(waves: Any) -> Any:
+        read = _intents.intents({"sglang_waves": waves}, yaml.safe_load)
+        for problem in read["problems"]:
+            if problem.get("variable") == "sglang_waves":
+                told = problem["message"].replace("sglang_waves", "waves", 1)
+                raise AnsibleActionFail(f"{told}; write {problem['suggestion']}")
+        return read["settings"]["waves"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fingerprint, _pairs
 
 
 class Unit(NamedTuple):
@@ -27,16 +27,20 @@ def fleet_plan(
     """Judge the plans of a run together; returns ``fleet`` as in contracts.md, with ``message`` for people.
 
     ``hosts`` are those of the play, in order: ``{name: {intents, plans: {instance: plan}, probe, fingerprint,
-    unreachable: bool, reason: str}}``. ``outside`` are inventory hosts that the run does not reach (``--limit``).
-    ``settings``: ``waves``, ``on_rejection`` and ``on_unreachable``. Nothing is changed, nothing raises on bad plans.
+    seen: {instance: {sglang, model}}, unreachable: bool, reason: str}}``. ``outside`` are inventory hosts that the run
+    does not reach (``--limit``). ``settings``: ``waves``, ``on_rejection`` and ``on_unreachable`` for the whole run;
+    without them what each host's own intents say. Nothing is changed, nothing raises on bad plans.
     """
     settings = settings or {}
-    waves = settings.get("waves") or [1, "10%"]
     rejections: list[dict[str, Any]] = []
     skipped: dict[str, str] = {}
+
+    def choice(name: str, key: str) -> Any:
+        return settings.get(key) or (hosts[name].get("intents") or {}).get("settings", {}).get(key)
+
     away = {name: str(host.get("reason") or "unreachable") for name, host in hosts.items() if host.get("unreachable")}
     for name, reason in away.items():
-        if settings.get("on_unreachable") == "skip":
+        if choice(name, "on_unreachable") == "skip":
             skipped[name] = reason
         else:
             rejections.append(
@@ -51,13 +55,15 @@ def fleet_plan(
                 refused.append({**row, "host": name, "instance": instance})
     members = _members(hosts)
     refused += _membership(hosts, members, set(outside), away)
+    warnings: list[dict[str, Any]] = []
+    _compare(hosts, away, refused, warnings)
     refused = _unique(refused)
     units, alone = _units(hosts, members, away)
-    if settings.get("on_rejection") == "skip":
-        for row in refused:
+    for row in refused:
+        if choice(row["host"], "on_rejection") == "skip":
             skipped.setdefault(row["host"], f"plan refused: {row['code']}")
-    else:
-        rejections += refused
+        else:
+            rejections.append(row)
     kept = []
     for unit in units:
         out = [name for name in unit.hosts if name in skipped]
@@ -67,12 +73,16 @@ def fleet_plan(
         for name in unit.hosts:
             skipped.setdefault(name, f"rolls together with {out[0]}, which is left out")
     accepted = not rejections
-    cut = _cut(kept, waves) if accepted else []
+    cut: list[list[Unit]] = []
+    if accepted:
+        cut = _waves(hosts, kept, settings.get("waves"), warnings)
+        warnings += _redundancy(units, kept)
     order = [name for wave in cut for unit in wave for name in unit.hosts]
     fleet = {
         "accepted": accepted,
         "rejections": rejections,
         "refused": refused,
+        "warnings": warnings,
         "skipped": [{"host": name, "reason": skipped[name]} for name in hosts if name in skipped],
         "waves": [[{"instance": name, "hosts": list(on)} for unit in wave for name, on in unit.names] for wave in cut],
         "serial": [sum(len(unit.hosts) for unit in wave) for wave in cut],
@@ -242,7 +252,7 @@ def _units(
             instances = _intents_of(hosts[name])
             for instance, intent in instances.items():
                 has.setdefault(instance, []).append(name)
-                keys |= _keys(instance, intent)
+                keys |= _keys(instance, intent, (hosts[name].get("plans") or {}).get(instance) or {})
             if not instances and name not in away:
                 plans = hosts[name].get("plans") or {}
                 if any(plan.get("remedies") or plan.get("rejections") for plan in plans.values()):
@@ -255,17 +265,109 @@ def _units(
     return units, alone
 
 
-def _keys(instance: str, intent: Mapping[str, Any]) -> set[tuple[str, ...]]:
+def _keys(instance: str, intent: Mapping[str, Any], plan: Mapping[str, Any]) -> set[tuple[str, ...]]:
     """Redundancy groups of an instance: a wave never takes all members of one that has several."""
     group = str(intent.get("replica_group") or "")
+    role = _pairs.role_of(intent, plan)
     keys: set[tuple[str, ...]] = set()
     if intent.get("failure_domain"):
         keys.add(("domain", group or instance, str(intent["failure_domain"])))
-    if intent.get("role"):
-        keys.add(("role", group, str(intent["role"])))
+    if role:
+        keys.add(("role", _pairs.group_of(intent), role))
     elif group:
         keys.add(("group", group))
     return keys
+
+
+def _compare(
+    hosts: Mapping[str, Mapping[str, Any]],
+    away: Mapping[str, str],
+    refused: list[dict[str, Any]],
+    warnings: list[dict[str, Any]],
+) -> None:
+    """Add what prefill and decode instances of a group do not have in common to the rows that it belongs to."""
+    parts = []
+    for name, host in hosts.items():
+        for instance, intent in _intents_of(host).items():
+            plan = (host.get("plans") or {}).get(instance) or {}
+            role, on = _pairs.role_of(intent, plan), tuple(intent.get("hosts") or [name])
+            if role and name not in away and on[0] == name:
+                seen = (host.get("seen") or {}).get(instance) or {}
+                parts.append(
+                    _pairs.Part(
+                        _pairs.group_of(intent), role, instance, on, plan, seen.get("sglang"), seen.get("model") or {}
+                    )
+                )
+    for found in _pairs.differences(parts):
+        about = {"flag" if str(found.about).startswith("--") else "variable": found.about} if found.about else {}
+        for part, value in zip(found.parts, found.values):
+            row = _row(part.hosts[0], part.instance, found.code, found.message, found.suggestion, value=value, **about)
+            (refused if found.refused else warnings).append(row)
+
+
+def _redundancy(units: Sequence[Unit], kept: Sequence[Unit]) -> list[dict[str, Any]]:
+    """A warning for each group of which the run takes the only member, or for which nothing of a role is left."""
+    rows = []
+    all_of: dict[tuple[str, ...], list[Unit]] = {}
+    for unit in units:
+        for key in unit.keys:
+            all_of.setdefault(key, []).append(unit)
+    roles: dict[str, set[str]] = {}
+    for kind, group, *role in all_of:
+        if kind == "role":
+            roles.setdefault(group, set()).update(role)
+    for key in sorted(all_of):
+        kind, group, *role = key
+        what = f"{role[0]} instance" if role else "instance"
+        rolled = [unit for unit in all_of[key] if unit in kept]
+        out = [name for unit in all_of[key] if unit not in kept for name in unit.hosts]
+        if kind == "domain":
+            continue
+        if not rolled:
+            message = f"every {what} of group {group} is left out: {_where(out)}; what they serve is not looked after"
+            rows.append(_row(out[0], None, "group_left_out", message, "mend them, then the same command again"))
+        elif len(rolled) == 1:
+            left = f"; left out: {_where(out)}" if out else ""
+            message = (
+                f"group {group} has one {what} in this run ({_where(rolled[0].hosts)}{left}): "
+                "its requests fail while it restarts"
+            )
+            rows.append(
+                _row(rolled[0].hosts[0], None, "no_redundancy", message, "a second one, or a time without load")
+            )
+        if role and len(roles[group]) == 1:
+            other = "decode" if role[0] == "prefill" else "prefill"
+            message = f"group {group} has no {other} instance in this run: {role[0]} only, on {len(all_of[key])} hosts"
+            on = all_of[key][0].hosts[0]
+            rows.append(_row(on, None, "pair_incomplete", message, "the same sglang_replica_group for both roles"))
+    return rows
+
+
+def _waves(
+    hosts: Mapping[str, Mapping[str, Any]], kept: Sequence[Unit], given: Any, warnings: list[dict[str, Any]]
+) -> list[list[Unit]]:
+    """The waves; where hosts ask for different ones, the way that takes the most waves, and a warning."""
+    asked: dict[str, tuple[list[Any], list[str]]] = {}
+    for name in [name for unit in kept for name in unit.hosts]:
+        own = given or (hosts[name].get("intents") or {}).get("settings", {}).get("waves") or [1, "10%"]
+        asked.setdefault(str(own), (list(own), []))[1].append(name)
+    if not asked:
+        return []
+    cuts = {told: _cut(kept, sizes) for told, (sizes, _on) in asked.items()}
+    slowest = max(cuts, key=lambda told: len(cuts[told]))
+    if len(cuts) > 1:
+        told = "; ".join(f"{sizes} on {_where(on)}" for sizes, on in asked.values())
+        warnings.append(
+            _row(
+                next(name for told, (_s, on) in asked.items() if told != slowest for name in on),
+                None,
+                "waves_disagree",
+                f"sglang_waves differs between the hosts of this run: {told}; {slowest} is used, with the most waves",
+                "one value for the group, or a run for each with --limit",
+                variable="sglang_waves",
+            )
+        )
+    return cuts[slowest]
 
 
 def _size(size: Any, total: int) -> int:
@@ -400,6 +502,11 @@ def fleet_text(fleet: Mapping[str, Any], total: Optional[int] = None) -> str:
         for row in fleet["skipped"]:
             why.setdefault(row["reason"], []).append(row["host"])
         lines += [f"  {_where(on)}: {reason}" for reason, on in why.items()]
+    warned: dict[str, Optional[str]] = {}
+    for row in fleet.get("warnings") or []:
+        warned.setdefault(f"{row['message']} [{row['code']}]", row.get("suggestion"))
+    for text, suggestion in warned.items():
+        lines.append(f"Warning: {text}" + (f"; instead: {suggestion}" if suggestion else ""))
     for row in fleet["builders"]:
         lines.append(
             f"DeepEP is built on {row['builder']} for {_count(len(row['peers']) + 1, 'host')}, "

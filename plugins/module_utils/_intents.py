@@ -492,8 +492,13 @@ def _rendezvous(value: Any, parse: Parse) -> dict[str, Any]:
     return result
 
 
+_WAVES = '[1, "10%"]'
+
+
 def _waves(value: Any, parse: Parse) -> list[Any]:
     waves: list[Any] = []
+    if isinstance(value, Mapping):
+        raise _Bad("must be a list of counts and percentages", _WAVES)
     for item in _list(value, parse):
         if isinstance(item, str) and item.strip().endswith("%"):
             try:
@@ -501,15 +506,18 @@ def _waves(value: Any, parse: Parse) -> list[Any]:
             except ValueError:
                 percent = 0
             if not 0 < percent <= 100:
-                raise _Bad(f"holds {item!r}, which is no percentage above 0 and up to 100")
+                raise _Bad(f"holds {item!r}, which is no percentage above 0 and up to 100", _WAVES)
             waves.append(f"{percent:g}%")
-        else:
+            continue
+        try:
             count = _int(item)
-            if count < 1:
-                raise _Bad(f"holds {count}; a wave has at least one instance")
-            waves.append(count)
+        except _Bad:
+            raise _Bad(f"holds {item!r}, which is neither a count of instances nor a percentage", _WAVES) from None
+        if count < 1:
+            raise _Bad(f"holds {count}; a wave has at least one instance", _WAVES)
+        waves.append(count)
     if not waves:
-        raise _Bad("is empty", '[1, "10%"]')
+        raise _Bad("is empty", _WAVES)
     return waves
 
 

@@ -14,7 +14,9 @@ description:
   - Runs once for the play. Reads the plans of all its hosts, refuses the run when one of them must not be applied, and
     otherwise cuts it into waves of whole instances. An instance over several hosts is never split.
   - A wave never takes all replicas of a failure domain, and never all prefill or all decode instances of a group, where
-    there are several.
+    there are several. Where there is one, the run goes on and says that requests fail while it restarts.
+  - Prefill and decode instances of a group that cannot work together (transfer backend, SGLang, model, page size, KV
+    cache dtype, sizes) are refused.
   - Hosts of the group that were not probed are unreachable. A limit that covers a part of an instance is refused.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
@@ -27,17 +29,19 @@ options:
   waves:
     description:
       - Sizes of the waves, as counts of instances and percentages; the last one repeats. By default what the hosts'
-        C(sglang_waves) says.
+        C(sglang_waves) says; where they differ, the way that takes the most waves.
     type: list
     elements: raw
   on_rejection:
     description:
-      - Stop the run when a plan is rejected, or leave the host out. By default the hosts' C(sglang_on_rejection).
+      - Stop the run when a plan is rejected, or leave the host out. By default what the host's own
+        C(sglang_on_rejection) says.
     type: str
     choices: [stop, skip]
   on_unreachable:
     description:
-      - Stop the run when a host was not probed, or leave it out. By default the hosts' C(sglang_on_unreachable).
+      - Stop the run when a host was not probed, or leave it out. By default what the host's own
+        C(sglang_on_unreachable) says.
     type: str
     choices: [stop, skip]
   intents_fact:
@@ -80,6 +84,10 @@ fleet:
       type: bool
     rejections:
       description: Why not, with host, instance, code, message, variable, value and suggestion.
+      type: list
+      elements: dict
+    warnings:
+      description: What the run goes on with, with host, instance, code, message and suggestion.
       type: list
       elements: dict
     skipped:
