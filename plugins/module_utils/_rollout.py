@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Optional
 
@@ -247,19 +248,41 @@ def wave_text(fleet: Mapping[str, Any], host: str, began: float, now: float, hos
     batch = fleet["order"][before : before + fleet["serial"][number]]
     instances = sorted({item["instance"] for item in fleet["waves"][number]})
     done = fleet["order"][:before]
-    changed = sum(1 for name in done if (_fact(hostvars, name, "rollout_outcome") or {}).get("state") == "done")
-    elapsed = max(0.0, now - began)
+    states = [str((_fact(hostvars, name, "rollout_outcome") or {}).get("state") or "lost") for name in done]
+    known = [(states.count(state), words.partition(",")[0]) for state, words in TOLD if state in states]
+    rest = len(fleet["order"]) - before - len(batch)
     lines = [
         f"Wave {number + 1} of {count}: {_shortened(batch)} (instance {', '.join(instances)})",
-        f"Behind: {len(done)} of {len(fleet['order'])} hosts, {changed} changed. "
-        f"Ahead after this wave: {len(fleet['order']) - before - len(batch)} hosts.",
+        f"Behind: {len(done)} of {len(fleet['order'])} hosts"
+        + (f" ({', '.join(f'{many} {words}' for many, words in known)})" if known else "")
+        + f". Ahead after this wave: {rest} {'host' if rest == 1 else 'hosts'}.",
     ]
     if number:
-        left = elapsed / number * (count - number)
-        lines.append(
-            f"Elapsed {_duration(elapsed)}; about {_duration(left)} to go, if the waves take as long as so far."
+        each = _usual_wave(fleet, number, began, now, hostvars)
+        left = (
+            f"about {_duration(each * (count - number))} to go, if every wave has something to change"
+            if each is not None
+            else "no wave had anything to change yet, so the rest cannot be estimated"
         )
+        lines.append(f"Elapsed {_duration(max(0.0, now - began))}; {left}.")
     return "\n".join(lines)
+
+
+def _usual_wave(
+    fleet: Mapping[str, Any], number: int, began: float, now: float, hostvars: Mapping[str, Any]
+) -> Optional[float]:
+    """The median duration in seconds of the waves before ``number`` that changed something; None where none did."""
+    begins, first = [], 0
+    for size in fleet["serial"][:number]:
+        begins.append(float(_fact(hostvars, fleet["order"][first], "wave_began") or (began if not first else now)))
+        first += size
+    took, first = [], 0
+    for size, begin, end in zip(fleet["serial"], begins, [*begins[1:], now]):
+        outcomes = [_fact(hostvars, name, "rollout_outcome") or {} for name in fleet["order"][first : first + size]]
+        if any(outcome.get("state") != "unchanged" for outcome in outcomes):
+            took.append(max(0.0, end - begin))
+        first += size
+    return sorted(took)[len(took) // 2] if took else None
 
 
 def outcome(failure: Mapping[str, Any], work: Mapping[str, Any], back: Mapping[str, str]) -> dict[str, str]:
@@ -292,39 +315,75 @@ TOLD = (
 )
 
 
+BAD = ("down", "stopped", "went_back", "failed", "lost")
+# A host that fails because another member of its instance failed is never the cause.
+FOLLOWS = ", a member of instance "
+
+
 def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed: Optional[float] = None) -> str:
-    """Said at the end: every host by name under what became of it, the worst first, and what to do next."""
+    """Said at the end: what is broken, where, why and what to do next come first, then every other host."""
     groups: dict[str, list[str]] = {}
-    why: dict[str, list[str]] = {}
+    why: dict[str, list[tuple[str, str]]] = {}
+    stopped_in = -1
     for host in fleet.get("order") or []:
         seen = _fact(hostvars, host, "rollout_outcome") or {}
         entered = _fact(hostvars, host, "rollout_stage")
         state = seen.get("state") or ("lost" if entered else "untouched")
         groups.setdefault(state, []).append(host)
+        if state in BAD:
+            stopped_in = wave_of(fleet, host)
         if seen.get("text"):
-            why.setdefault(state, []).append(f"{host}: {_one_line(seen['text'])}")
+            why.setdefault(state, []).append((host, str(seen["text"])))
     for row in fleet.get("skipped") or []:
         groups.setdefault("skipped", []).append(row["host"])
-        why.setdefault("skipped", []).append(f"{row['host']}: {_one_line(row['reason'])}")
-    bad = [state for state in ("down", "stopped", "went_back", "failed", "lost") if groups.get(state)]
+        why.setdefault("skipped", []).append((row["host"], str(row["reason"])))
+    bad = [state for state in BAD if groups.get(state)]
     took = f" after {_duration(elapsed)}" if elapsed is not None else ""
     if bad and groups.get("untouched"):
-        title = f"Rollout STOPPED{took}"
+        title = f"Rollout STOPPED in wave {stopped_in + 1} of {len(fleet['serial'])}{took}"
     elif bad:
         title = f"Rollout FAILED{took}"
     else:
-        title = f"Rollout complete{took}"
+        left = len(groups.get("skipped", []))
+        title = f"Rollout complete{took}" + (f", without {left} {'host' if left == 1 else 'hosts'}" if left else "")
     lines = [title]
     for state, words in TOLD:
+        if state == "done" and bad:
+            lines.append(_what_next(groups))
         hosts = groups.get(state)
         if hosts:
-            lines.append(f"  {len(hosts)} {words}: {', '.join(hosts) if state != 'done' else _shortened(hosts)}")
-            lines += [f"    {text}" for text in why.get(state, [])[:5]]
-    if bad:
-        lines.append(
-            "Next: mend the cause, then the same command again; hosts that are as they should be stay untouched."
-        )
+            lines.append(f"  {len(hosts)} {words}: {_shortened(hosts, 20 if state in BAD else 10)}")
+            lines += [f"    {text}" for text in _causes(why.get(state, []))]
     return "\n".join(lines)
+
+
+def _what_next(groups: Mapping[str, Sequence[str]]) -> str:
+    down = groups.get("down") or []
+    first = ""
+    if down:
+        limit = ",".join(down) if len(down) <= 10 else "'those hosts'"
+        first = (
+            f"nothing serves where it is DOWN: go there first (gpufleet.sglang.rollback --limit {limit} tries again); "
+        )
+    return f"Next: {first}mend the cause, then the same command again; hosts that are as they should be stay untouched."
+
+
+def _causes(told: Sequence[tuple[str, str]]) -> list[str]:
+    """``h1: text`` for each cause, those of most hosts first; texts that differ in names and numbers only are one."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for host, text in told:
+        alike.setdefault(re.sub(r"[0-9]+", "#", text.replace(host, "")), []).append((host, text))
+    ordered = sorted(alike.values(), key=lambda rows: (FOLLOWS in rows[0][1], -len(rows)))
+    lines = []
+    for rows in ordered[:5]:
+        names = [host for host, _text in rows]
+        example = f", such as {names[0]}" if len({text for _host, text in rows}) > 1 else ""
+        where = names[0] if len(names) == 1 else f"{len(names)} hosts ({_shortened(names, 3)}){example}"
+        lines.append(f"{where}: {_one_line(rows[0][1])}")
+    if len(ordered) > 5:
+        hosts = sum(len(rows) for rows in ordered[5:])
+        lines.append(f"and {len(ordered) - 5} more causes on {hosts} hosts, see the report")
+    return lines
 
 
 def _one_line(text: str) -> str:
@@ -332,8 +391,8 @@ def _one_line(text: str) -> str:
     return text if len(text) <= 300 else text[:299] + "…"
 
 
-def _shortened(names: Sequence[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+def _shortened(names: Sequence[str], most: int = 10) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _duration(seconds: float) -> str:

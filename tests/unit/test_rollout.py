@@ -92,7 +92,7 @@ def test_what_a_wave_says():
     assert first.startswith("Wave 1 of 3: h1 ") and "to go" not in first
     hostvars = {"h1": {"rollout_outcome": {"state": "done"}}}
     second = _rollout.wave_text(FLEET, "h3", 100.0, 400.0, hostvars)
-    assert "Wave 2 of 3: h2, h3 (instance big)" in second and "1 of 5 hosts, 1 changed" in second
+    assert "Wave 2 of 3: h2, h3 (instance big)" in second and "1 of 5 hosts (1 done)" in second
     assert "Elapsed 5:00; about 10:00 to go" in second and "after this wave: 2 hosts" in second
 
 
@@ -104,10 +104,10 @@ def test_the_end_names_every_host_the_worst_first():
     }
     text = _rollout.rollout_text(FLEET, hostvars, 61.0)
     lines = text.splitlines()
-    assert lines[0] == "Rollout STOPPED after 1:01"
+    assert lines[0] == "Rollout STOPPED in wave 2 of 3 after 1:01"
     assert "last good revision: h2" in lines[1] and lines[2].strip() == "h2: Wait: it crashed"
     assert "1 LOST, cannot be reached: h3" in text and "2 untouched: h4, h5" in text and "1 left out: h6" in text
-    assert "same command again" in lines[-1]
+    assert "same command again" in lines[4]
     done = {host: {"rollout_stage": "proven", "rollout_outcome": {"state": "unchanged"}} for host in FLEET["order"]}
     assert _rollout.rollout_text({**FLEET, "skipped": []}, done).startswith("Rollout complete\n  5 as it should be")
 
