@@ -23,6 +23,7 @@ POLL_SECONDS = 1.0
 LOOKS = {"loads": 2, "metrics": 8}
 RUNNING = ("sglang:num_running_reqs", "sglang_num_running_reqs")
 QUEUED = ("sglang:num_queue_reqs", "sglang_num_queue_reqs")
+SENDING = ("sglang:num_prefill_inflight_queue_reqs", "sglang_num_prefill_inflight_queue_reqs")
 
 
 class RouterError(Exception):
@@ -170,14 +171,17 @@ class Load(NamedTuple):
 
 def read_load(url: str, http: Http, key: Optional[str] = None) -> Optional[Load]:
     """What a worker has to do, from /v1/loads, /get_load (older SGLang) or /metrics; None where none can be read."""
-    for path in ("/v1/loads?include=core", "/get_load"):
+    for path in ("/v1/loads?include=core,disagg", "/get_load"):
         answer = http("GET", url + path, key, None)
         found = answer.json() if answer.status == 200 else None
         rows = found.get("loads") if isinstance(found, dict) else found
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             waiting = sum(int(row.get("num_waiting_reqs") or 0) for row in rows)
             if all("num_running_reqs" in row for row in rows):
-                return Load(sum(int(row["num_running_reqs"]) for row in rows), waiting, "loads")
+                # What a prefill instance is still sending to a decode instance is neither running nor waiting there.
+                parts = [row.get("disaggregation") or {} for row in rows]
+                sending = sum(int(part.get("prefill_inflight_queue_reqs") or 0) for part in parts)
+                return Load(sum(int(row["num_running_reqs"]) for row in rows) + sending, waiting, "loads")
             if all("num_reqs" in row for row in rows):
                 return Load(max(0, sum(int(row["num_reqs"]) for row in rows) - waiting), waiting, "loads")
         if not answer.status:
@@ -186,7 +190,8 @@ def read_load(url: str, http: Http, key: Optional[str] = None) -> Optional[Load]
     if answer.status != 200:
         return None
     running, queued = _metric(answer.body, RUNNING), _metric(answer.body, QUEUED)
-    return None if running is None else Load(int(running), int(queued or 0), "metrics")
+    sending = _metric(answer.body, SENDING) or 0
+    return None if running is None else Load(int(running + sending), int(queued or 0), "metrics")
 
 
 def _metric(text: str, names: tuple[str, ...]) -> Optional[float]:
@@ -223,15 +228,22 @@ def drain(
 ) -> dict[str, Any]:
     """One slice: take the worker out, then wait until it is idle or the time is over. The limit is no failure.
 
-    ``{changed, drained, running, queued, others, warnings, slice}``; ``others`` are the healthy workers that remain.
+    ``{changed, drained, running, queued, others, warnings, slice}``; ``others`` are the healthy workers of its
+    kind that remain.
     """
     began = clock.now()
     spent, changed, idle = float(carry.get("spent", 0)), bool(carry.get("changed")), int(carry.get("idle", 0))
-    url = wanted.worker["url"]
+    url, kind = wanted.worker["url"], carry.get("kind")
     while True:
         rows = router.workers()
         mine = [row for row in rows if same_worker(row["url"], url)]
-        others = [row["url"] for row in rows if row not in mine and row["is_healthy"] is not False]
+        # Decode workers are no replacement for a prefill worker.
+        kind = str(mine[0].get("worker_type") or "") if mine else kind
+        others = [
+            row["url"]
+            for row in rows
+            if row not in mine and row["is_healthy"] is not False and str(row.get("worker_type") or "") == (kind or "")
+        ]
         elapsed = spent + clock.now() - began
         result: dict[str, Any] = {"changed": changed or bool(mine), "others": others, "warnings": []}
         if check:
@@ -249,7 +261,8 @@ def drain(
         late = elapsed >= wanted.timeout
         if done or late:
             if changed and not others:
-                result["warnings"].append(f"{url} was the router's only healthy worker: requests fail until it is back")
+                what = f"{kind} worker" if kind in ("prefill", "decode") else "worker"
+                result["warnings"].append(f"{url} was the router's only healthy {what}: requests fail until it is back")
             if late and not done:
                 result["warnings"].append(f"{url} is stopped although it is not idle after {elapsed:.0f} s: {text}")
             elif load is None and changed:
@@ -257,7 +270,7 @@ def drain(
         result.update(
             drained=done, running=load.running if load else None, queued=load.queued if load else None,
             slice={"done": done or late, "state": "drained" if done else "draining", "progress": text,
-                   "carry": {"spent": elapsed, "changed": changed, "idle": idle}},
+                   "carry": {"spent": elapsed, "changed": changed, "idle": idle, "kind": kind}},
         )  # fmt: skip
         if done or late or clock.now() - began >= seconds:
             return result

@@ -161,12 +161,27 @@ def test_a_router_that_refuses_is_told(status, word):
         drain(lambda *_args: Answer(status, "Connection refused"))
 
 
+def test_decode_workers_do_not_replace_the_only_prefill_worker():
+    idle = [("/v1/loads", '{"loads": [{"num_running_reqs": 0, "num_waiting_reqs": 0}]}')]
+    rows = [{**ROW, "worker_type": "prefill"}, {**OTHER, "worker_type": "decode"}]
+    result = drain(World(rows, idle))
+    assert result["drained"] and result["others"] == []
+    assert result["warnings"] == [f"{URL} was the router's only healthy prefill worker: requests fail until it is back"]
+    assert drain(World([*rows, {**rows[0], "id": "x", "url": "http://w3:30000"}], idle))["warnings"] == []
+
+
 @pytest.mark.parametrize(
     ("path", "body", "load"),
     [
         ("/v1/loads", '{"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1}, {"num_running_reqs": 1}]}', (3, 1)),
+        (
+            "/v1/loads",
+            '{"loads": [{"num_running_reqs": 0, "disaggregation": {"prefill_inflight_queue_reqs": 2}}]}',
+            (2, 0),
+        ),
         ("/get_load", '[{"dp_rank": 0, "num_reqs": 5, "num_waiting_reqs": 2}]', (3, 2)),
         ("/metrics", 'sglang:num_running_reqs{model="m"} 4.0\nsglang:num_queue_reqs{model="m"} 1.0\n', (4, 1)),
+        ("/metrics", "sglang:num_running_reqs 0.0\nsglang:num_prefill_inflight_queue_reqs 3.0\n", (3, 0)),
         ("/metrics", "# nothing of ours\n", None),
         ("/v1/loads", "<html>", None),
     ],
