@@ -107,6 +107,9 @@ PREFLIGHT: dict[str, ServiceCode] = {
         "kvcache-ai/Mooncake#1382"),
     "memlock_word_ignored": ServiceCode(
         "error", "systemd ignores the word after LimitMEMLOCK= (unlimited).", "LimitMEMLOCK=infinity.", _RUN),
+    "memlock_too_low": ServiceCode(
+        "error", "LimitMEMLOCK is less than the buffers that RDMA locks (its first figure counts).",
+        "LimitMEMLOCK=infinity.", "kvcache-ai/Mooncake#1382"),
     "kill_mode_leaves_schedulers": ServiceCode(
         "error", "KillMode=process or none leaves schedulers behind that hold GPU memory.",
         "KillMode=mixed or control-group.", "sgl-project/sglang#23627"),
@@ -117,20 +120,61 @@ PREFLIGHT: dict[str, ServiceCode] = {
     "start_limit_never_triggers": ServiceCode(
         "error", "The start limit's window is shorter than its starts take.",
         "StartLimitIntervalSec above RestartSec times the starts.", "eugr/spark-vllm-docker#257"),
+    "start_limit_misses_slow_failures": ServiceCode(
+        "warning", "A start that fails after it has loaded weights is slower than the start limit's window.",
+        "StartLimitIntervalSec=3600 with StartLimitBurst=4.", "eugr/spark-vllm-docker#257"),
     "start_limit_in_service_section": ServiceCode(
         "error", "StartLimit* stands in [Service], where it is ignored.", "Move it to [Unit].", "systemd.unit(5)"),
+    "failure_takes_the_host": ServiceCode(
+        "error", "StartLimitAction or FailureAction reboots or stops the host when the service fails.", "Take it out.",
+        "systemd.unit(5)"),
     "bad_time_span": ServiceCode("error", "A time is not one that systemd reads.", "Correct it.", "systemd.time(7)"),
     "type_never_starts": ServiceCode(
         "error", "SGLang sends no READY=1 and does not fork, so a unit of this Type never becomes active.",
         "Type=exec.", _RUN),
+    "watchdog_kills_service": ServiceCode(
+        "error", "WatchdogSec: SGLang sends no WATCHDOG=1, so systemd kills it while it serves.", "Take it out.",
+        "systemd.service(5)"),
+    "runtime_max_ends_service": ServiceCode(
+        "error", "RuntimeMaxSec ends a healthy service.", "Take it out.", "systemd.service(5)"),
+    "stop_timeout_too_short": ServiceCode(
+        "warning", "TimeoutStopSec is shorter than SGLang takes to end (about 7 s were seen).", "TimeoutStopSec=120.",
+        _RUN),
+    "oom_policy_leaves_half": ServiceCode(
+        "warning", "OOMPolicy=continue leaves the other processes when the kernel has killed one.", "OOMPolicy=kill.",
+        "systemd.service(5)"),
+    "starts_before_gpus": ServiceCode(
+        "warning", "Nothing makes the unit wait for the driver and the GPUs at boot.",
+        "After=nvidia-persistenced.service nvidia-fabricmanager.service, and an ExecStartPre that counts them.",
+        "ggml-org/llama.cpp#27923"),
+    "log_not_in_journal": ServiceCode(
+        "warning", "StandardOutput leads past the journal, where causes are looked for.", "StandardOutput=journal.",
+        "systemd.exec(5)"),
+    "exec_start_needs_a_shell": ServiceCode(
+        "error", "ExecStart has shell words (>, &&, source), which systemd hands over as arguments.",
+        "The venv's interpreter and its arguments, one by one.", "systemd.service(5)"),
+    "exec_start_in_background": ServiceCode(
+        "error", "ExecStart puts the server into the background, and the unit ends with its main process.",
+        "Start it in the foreground; systemd is the background.", "systemd.service(5)"),
+    "exec_start_bad_quoting": ServiceCode(
+        "error", "ExecStart of the unit cannot be read.", "Correct its quotes.", "systemd.service(5)"),
+    "secret_in_unit": ServiceCode(
+        "warning", "A key or token stands in the unit, which every user of the host can read.", "sglang_secrets.",
+        "systemd.exec(5)"),
     "start_post_killed_by_timeout": ServiceCode(
         "error", "ExecStartPost is ended by TimeoutStartSec while the model still loads.",
         "Raise TimeoutStartSec above the deadline, or leave readiness to the play.", "systemd.service(5)"),
+    "start_pre_killed_by_timeout": ServiceCode(
+        "error", "ExecStartPre is ended by TimeoutStartSec before it has waited or compiled.",
+        "TimeoutStartSec above what it takes.", "systemd.service(5)"),
     "private_devices_hides_gpus": ServiceCode(
         "error", "PrivateDevices=yes hides /dev/nvidia*.", "Take it out.", "NixOS/nixpkgs#331069"),
     "device_policy_hides_gpus": ServiceCode(
         "error", "DevicePolicy with DeviceAllow leaves out device nodes that CUDA needs.",
         "DevicePolicy=auto and no DeviceAllow.", "NixOS/nixpkgs#331069"),
+    "device_policy_hides_rdma": ServiceCode(
+        "warning", "DeviceAllow leaves out /dev/infiniband and /dev/gdrdrv.", "DevicePolicy=auto and no DeviceAllow.",
+        "NixOS/nixpkgs#331069"),
     "protect_clock_hides_gpus": ServiceCode(
         "error", "ProtectClock=yes implies DeviceAllow, which closes every other device.", "Take it out.",
         "systemd.exec(5)"),
@@ -150,6 +194,15 @@ PREFLIGHT: dict[str, ServiceCode] = {
     "nofile_too_low": ServiceCode(
         "error", "LimitNOFILE is below what clients, weight files and queues take.", "LimitNOFILE=1048576.",
         "systemd.exec(5)"),
+    "address_space_limited": ServiceCode(
+        "error", "LimitAS or LimitDATA: CUDA reserves the addresses of all GPUs' memory.", "Take it out.",
+        "setrlimit(2)"),
+    "memory_max_too_low": ServiceCode(
+        "warning", "MemoryMax is less than a server takes of the host's memory.", "Raise it, or take it out.",
+        "systemd.resource-control(5)"),
+    "cpu_quota_too_low": ServiceCode(
+        "warning", "CPUQuota is less than one core.", "A core for each rank, at least.",
+        "systemd.resource-control(5)"),
     "address_families_missing": ServiceCode(
         "error", "RestrictAddressFamilies takes away what NCCL and the server use.",
         "Allow AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK.", "systemd.exec(5)"),
@@ -158,19 +211,38 @@ PREFLIGHT: dict[str, ServiceCode] = {
     "protect_system_hides_caches": ServiceCode(
         "error", "ProtectSystem=strict leaves no folder for the JIT caches.",
         "CacheDirectory=, StateDirectory= or ReadWritePaths=.", "vllm-project/vllm#10185"),
+    "cache_read_only_in_unit": ServiceCode(
+        "error", "The unit's sandbox makes a cache read-only (of the hub's cache a warning: it may be filled).",
+        "ReadWritePaths=, or a folder below CacheDirectory=.", "vllm-project/vllm#10185"),
+    "paths_hidden_from_service": ServiceCode(
+        "error", "InaccessiblePaths, TemporaryFileSystem or NoExecPaths takes away what the service needs.",
+        "Take it out.", "systemd.exec(5)"),
+    "path_lacks_compilers": ServiceCode(
+        "warning", "PATH does not lead to the venv's programs (ninja); a shell's PATH is not a service's.",
+        "PATH with the venv's bin and the toolkit's, and CUDA_HOME.", "sgl-project/sglang#11411"),
+    "path_lacks_system_folders": ServiceCode(
+        "error", "PATH has neither /usr/bin nor /bin, where the shell, the compiler and the linker are.",
+        "Add the system's folders.", "systemd.exec(5)"),
     "private_tmp": ServiceCode(
         "note", "Sockets and IPC files in /tmp are not shared with other units.", "Nothing, unless CUDA MPS is used.",
         "systemd.exec(5)"),
     "environment_bad_quoting": ServiceCode(
         "error", "Environment= of the unit cannot be read.", "Correct its quotes.", "systemd.exec(5)"),
     "environment_not_expanded": ServiceCode(
-        "error", "A path variable refers to another variable, which systemd does not expand.",
+        "error", "A path variable refers to another variable or to ~, which systemd does not expand.",
         "Write the whole value.", "sgl-project/sglang#11411"),
     "cuda_home_is_a_path_list": ServiceCode(
         "error", "CUDA_HOME is not one folder.", "Give one folder; the message suggests it.",
         "vllm-project/vllm#36077"),
+    "cuda_home_is_inside_toolkit": ServiceCode(
+        "error", "CUDA_HOME is a folder inside of the toolkit (bin, lib64) or nvcc itself.",
+        "The folder above bin; the message suggests it.", "vllm-project/vllm#36077"),
+    "cuda_home_relative": ServiceCode(
+        "error", "CUDA_HOME is no absolute path, or quotes are part of it.", "An absolute path.",
+        "vllm-project/vllm#36077"),
     "*_hidden_by_ProtectHome": ServiceCode(
-        "error", "A variable (its name is in the code: hf_home_…) points below /home or /root, which is hidden.",
+        "error", "A variable (its name is in the code: hf_home_…), ExecStart or WorkingDirectory points below /home "
+        "or /root, which is hidden.",
         "Move the folder, or ProtectHome=read-only.", "NixOS/nixpkgs#331069"),
 }  # fmt: skip
 

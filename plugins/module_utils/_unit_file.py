@@ -366,6 +366,13 @@ def unit_revision(text: str) -> str | None:
 # A judgement, not a measurement: one rank alone has hundreds of threads, and each client and weight file is open.
 MIN_TASKS = 1024
 MIN_FILES = 4096
+MIN_MEMLOCK = 1 << 30
+MIN_MEMORY = 8 << 30
+MIN_STOP = 10.0
+# SGLang reads its arguments for this long before it can refuse them (8 s and more were measured), so no start that it
+# ends itself is faster. A load that fails takes minutes.
+FASTEST_FAILURE = 5.0
+SLOW_FAILURE = 120.0
 
 _SPAN_UNITS = {
     "us": 1e-6,
@@ -403,6 +410,32 @@ def parse_span(text: Any) -> float | None:
     if any(word not in _SPAN_UNITS for _number, word in parts):
         return None
     return sum(float(number) * _SPAN_UNITS[word] for number, word in parts)
+
+
+def parse_size(text: Any) -> float | None:
+    """Bytes of a systemd size (``64K``, ``1.5G``, ``infinity``; powers of 1024), None when systemd ignores it."""
+    text = str(text).strip()
+    if text == "infinity":
+        return float("inf")
+    match = re.match(r"(\d+(?:\.\d+)?)\s*([KMGTPE]?)\Z", text)
+    return float(match.group(1)) * 1024.0 ** " KMGTPE".index(match.group(2) or " ") if match else None
+
+
+def _start_timeout(unit: Unit) -> float | None:
+    """Seconds of TimeoutStartSec; systemd takes 0 for "no limit"."""
+    value = setting(unit, "Service", "TimeoutStartSec") or setting(unit, "Service", "TimeoutSec") or "90"
+    return parse_span(value) or (float("inf") if parse_span(value) == 0 else None)
+
+
+def _restart_delays(unit: Unit, count: int) -> float | None:
+    """Seconds that systemd waits between ``count`` + 1 starts: RestartSec, or growing up to RestartMaxDelaySec."""
+    delay = parse_span(setting(unit, "Service", "RestartSec") or "0.1")
+    steps, longest = setting(unit, "Service", "RestartSteps"), setting(unit, "Service", "RestartMaxDelaySec")
+    largest = parse_span(longest) if longest else None
+    if delay is None or not (steps and steps.isdigit() and int(steps)) or not largest or largest == float("inf"):
+        return None if delay is None else delay * count
+    ratio = largest / delay if delay else 1.0
+    return sum(min(largest, delay * ratio ** (min(turn, int(steps)) / int(steps))) for turn in range(count))
 
 
 def _yes(value: str | None) -> bool:
@@ -446,14 +479,313 @@ def _review_restart(unit: Unit) -> list[dict[str, Any]]:
         problems.append(
             _problem("restart_unbounded", "the start limit is switched off: a bad start is repeated for ever")
         )
-    elif delay * (burst - 1) >= interval:
+    else:
+        waits = _restart_delays(unit, burst - 1) or 0.0
+        needed = waits + FASTEST_FAILURE * (burst - 1)
         given = interval_text is not None or burst_text is not None
+        if needed >= interval:
+            imports = "" if waits >= interval else f" of waiting, and SGLang's own {FASTEST_FAILURE:g} s each"
+            problems.append(
+                _problem(
+                    "start_limit_never_triggers" if given else "restart_unbounded",
+                    f"{burst} starts need at least {waits:g} s{imports}, the window is {interval:g} s: "
+                    "a bad start is repeated for ever; set StartLimitIntervalSec in [Unit] above that",
+                    setting="StartLimitIntervalSec",
+                )
+            )
+        elif waits + SLOW_FAILURE * (burst - 1) >= interval:
+            bearable = (interval - waits) / max(1, burst - 1)
+            problems.append(
+                _problem(
+                    "start_limit_misses_slow_failures",
+                    f"a start that fails after more than {bearable:.0f} s, as one that loads weights does, is repeated "
+                    f"for ever: {burst} of them do not fit into {interval:g} s",
+                    "warning",
+                    setting="StartLimitIntervalSec",
+                )
+            )
+    return problems
+
+
+def _review_actions(unit: Unit) -> list[dict[str, Any]]:
+    """Settings that end the service, or the host, though nothing is wrong with it."""
+    problems = []
+    for section, key in (("Unit", "StartLimitAction"), ("Unit", "FailureAction"), ("Service", "FailureAction"),
+                         ("Service", "StartLimitAction")):  # fmt: skip
+        value = setting(unit, section, key) or ""
+        if re.match(r"(?:soft-)?(?:reboot|poweroff|halt|kexec|exit)", value):
+            problems.append(
+                _problem(
+                    "failure_takes_the_host",
+                    f"{key}={value}: a bad flag then takes the host down, and every other service with it",
+                    setting=key,
+                )
+            )
+    for key, what in (
+        ("WatchdogSec", "SGLang sends no WATCHDOG=1, so systemd kills it when the time is over"),
+        ("RuntimeMaxSec", "systemd ends a healthy service when the time is over"),
+    ):
+        span = parse_span(setting(unit, "Service", key) or "0")
+        if span and span != float("inf"):
+            code = "watchdog_kills_service" if key == "WatchdogSec" else "runtime_max_ends_service"
+            problems.append(_problem(code, f"{key}={setting(unit, 'Service', key)}: {what}", setting=key))
+    stop = setting(unit, "Service", "TimeoutStopSec") or setting(unit, "Service", "TimeoutSec")
+    seconds = parse_span(stop) if stop else None
+    if seconds and seconds < MIN_STOP:
         problems.append(
             _problem(
-                "start_limit_never_triggers" if given else "restart_unbounded",
-                f"{burst} starts need at least {delay * (burst - 1):g} s, the window is {interval:g} s: "
-                "a bad start is repeated for ever; set StartLimitIntervalSec in [Unit] above that",
-                setting="StartLimitIntervalSec",
+                "stop_timeout_too_short",
+                f"TimeoutStopSec={stop}: SGLang takes about 7 s to end; systemd kills it among requests",
+                "warning",
+                setting="TimeoutStopSec",
+            )
+        )
+    if setting(unit, "Service", "OOMPolicy") == "continue":
+        problems.append(
+            _problem(
+                "oom_policy_leaves_half",
+                "OOMPolicy=continue: after the kernel killed one scheduler the others stay, and nothing restarts",
+                "warning",
+                setting="OOMPolicy",
+            )
+        )
+    output = setting(unit, "Service", "StandardOutput") or ""
+    if re.match(r"null|file:|append:|truncate:|tty", output):
+        problems.append(
+            _problem(
+                "log_not_in_journal",
+                f"StandardOutput={output}: the journal has no log, so no cause of a failed start can be told",
+                "warning",
+                setting="StandardOutput",
+            )
+        )
+    ordered = " ".join(value for key in ("After", "Requires", "BindsTo") for value in settings(unit, "Unit", key))
+    if (
+        "nvidia" not in ordered
+        and not settings(unit, "Service", "ExecStartPre")
+        and "ExecStart" in dict(unit.get("Service", []))
+    ):
+        problems.append(
+            _problem(
+                "starts_before_gpus",
+                "nothing waits for the GPUs at boot: After=nvidia-persistenced.service nvidia-fabricmanager.service, "
+                "and an ExecStartPre that waits for their number",
+                "warning",
+                setting="After",
+            )
+        )
+    return problems
+
+
+def _wait_of(command: str) -> float | None:
+    """How long a command of ExecStartPre or ExecStartPost waits, as far as it says so."""
+    if re.search(r"\b(?:until|while)\b|compile_deep_gemm", command):
+        return float("inf")
+    match = re.search(
+        r"--?(?:timeout|deadline|wait|max-time)[= ](\d+(?:\.\d+)?\s?[a-z]*)|\bsleep (\d+[smhd]?)\b", command
+    )
+    if not match:
+        return None
+    text = (match.group(1) or match.group(2)).strip()
+    return parse_span(text) or parse_span(text.split()[0])
+
+
+def _review_start(unit: Unit) -> list[dict[str, Any]]:
+    problems = []
+    timeout = _start_timeout(unit)
+    if timeout is None:
+        return [_problem("bad_time_span", "TimeoutStartSec is not a time span", setting="TimeoutStartSec")]
+    for command in settings(unit, "Service", "ExecStartPost"):
+        wait = _wait_of(command)
+        if timeout <= (90.0 if wait in (None, float("inf")) else float(wait or 0)):
+            problems.append(
+                _problem(
+                    "start_post_killed_by_timeout",
+                    f"ExecStartPost is ended after {timeout:g} s (TimeoutStartSec) while the model still loads; "
+                    "set TimeoutStartSec above the load deadline, or leave readiness to the play",
+                    setting="TimeoutStartSec",
+                )
+            )
+    for command in settings(unit, "Service", "ExecStartPre"):
+        wait = _wait_of(command)
+        # A loop that does not say how long it runs may well be bounded; one that compiles for minutes is not.
+        endless = wait == float("inf") and "compile_deep_gemm" in command and timeout <= 1800
+        if endless or (wait not in (None, float("inf")) and timeout <= float(wait or 0)):
+            problems.append(
+                _problem(
+                    "start_pre_killed_by_timeout",
+                    f"ExecStartPre is ended after {timeout:g} s (TimeoutStartSec), before it has waited or compiled; "
+                    "set TimeoutStartSec above that",
+                    setting="TimeoutStartSec",
+                )
+            )
+    return problems
+
+
+_SHELL_WORDS = {">", ">>", "<", "|", "&", "&&", "||", "2>&1", "2>", "&>"}
+_SECRET_FLAGS = re.compile(r"--(?:api|admin-api)-key(?:=|\Z)|--(?:hf-token|ssl-keyfile-password)(?:=|\Z)")
+_SECRET_VARIABLES = re.compile(
+    r"(?:\A|_)(?:API_KEY|HF_TOKEN|HUGGING_FACE_HUB_TOKEN|SECRET_ACCESS_KEY|PASSWORD|TOKEN)\Z"
+)
+
+
+def _review_command(unit: Unit, env: Mapping[str, str], complete: bool) -> list[dict[str, Any]]:
+    """ExecStart as systemd reads it: no shell, no secrets, no hidden files; ``complete``: ``env`` is all there is."""
+    problems: list[dict[str, Any]] = []
+    commands = settings(unit, "Service", "ExecStart")
+    try:
+        argv = parse_command(commands[-1].replace("\\\n", " "), dict(env)) if commands else []
+    except QuoteError as error:
+        return [_problem("exec_start_bad_quoting", f"ExecStart: {error}", setting="ExecStart")]
+    if not argv:
+        return []
+    program = argv[0].lstrip("-@:+!")
+    shell = os.path.basename(program) in ("sh", "bash", "dash", "zsh", "env")
+    words = [word for word in argv[1:] if word in _SHELL_WORDS]
+    if program in ("source", ".", "cd", "export", "exec") or (words and not shell):
+        problems.append(
+            _problem(
+                "exec_start_needs_a_shell",
+                f"ExecStart is no shell line: {program if program[:1] != '/' else words[0]} is taken as a "
+                f"{'program' if program[:1] != '/' else 'flag of SGLang'}; write the venv's interpreter and its "
+                "arguments, variables into Environment=, output goes to the journal",
+                setting="ExecStart",
+            )
+        )
+    background = shell and len(argv) > 2 and re.search(r"(?:\A|\s)nohup\s|(?<![&>])&\s*\Z", argv[-1])
+    if background or os.path.basename(program) in ("nohup", "screen", "tmux", "setsid", "daemonize"):
+        problems.append(
+            _problem(
+                "exec_start_in_background",
+                "ExecStart puts the server into the background: the main process ends, and systemd ends the rest",
+                setting="ExecStart",
+            )
+        )
+    secrets = [word.partition("=")[0] for word in argv if _SECRET_FLAGS.match(word)]
+    secrets += [name for name in unit_environment_names(unit) if _SECRET_VARIABLES.search(name)]
+    for name in dict.fromkeys(secrets):
+        problems.append(
+            _problem(
+                "secret_in_unit",
+                f"{name} stands in the unit, which every user of the host can read (systemctl cat, ps); "
+                "sglang_secrets keeps it in a file of root's",
+                "warning",
+                setting="ExecStart" if name.startswith("--") else "Environment",
+            )
+        )
+    bin_dir = os.path.dirname(program)
+    if complete and re.search(r"/python[\d.]*\Z", program) and bin_dir not in ("/usr/bin", "/bin", "/usr/local/bin"):
+        path = env.get("PATH")
+        if path is None or bin_dir not in path.split(":"):
+            lacks = "is not set" if path is None else f"lacks {bin_dir}"
+            nvcc = (
+                "" if env.get("CUDA_HOME") or "cuda" in (path or "") else ", and neither it nor CUDA_HOME leads to nvcc"
+            )
+            problems.append(
+                _problem(
+                    "path_lacks_compilers",
+                    f"PATH {lacks}: ninja, which compiles kernels at run time, is in the venv{nvcc}; a shell's PATH is "
+                    "not the service's",
+                    "warning",
+                    setting="Environment",
+                )
+            )
+    return problems + _review_hidden(unit, argv)
+
+
+def unit_environment_names(unit: Unit) -> list[str]:
+    """Names of the variables in ``Environment=``; none where it cannot be read."""
+    try:
+        return list(unit_environment(unit))
+    except QuoteError:
+        return []
+
+
+def _bound(unit: Unit) -> list[str]:
+    words = [word.lstrip("-") for key in ("BindPaths", "BindReadOnlyPaths") for word in settings(unit, "Service", key)]
+    return [part.split(":")[1] if ":" in part else part for word in words for part in word.split()]
+
+
+def _review_hidden(unit: Unit, argv: Sequence[str]) -> list[dict[str, Any]]:
+    """Files of the command that the unit's own sandbox takes away."""
+    problems = []
+    paths = [("exec_start", word.partition("=")[2] if word.startswith("--") else word) for word in argv]
+    working = setting(unit, "Service", "WorkingDirectory")
+    if working:
+        paths.append(("working_directory", working.lstrip("-")))
+    home = setting(unit, "Service", "ProtectHome") or "no"
+    if home in ("yes", "true", "on", "1", "tmpfs"):
+        visible = _bound(unit) if home == "tmpfs" else []
+        for what in ("exec_start", "working_directory"):
+            hidden = [p for kind, p in paths if kind == what and _under(p, ("/home", "/root", "/run/user"))]
+            hidden = [path for path in hidden if not _under(path, visible)]
+            if hidden:
+                problems.append(
+                    _problem(
+                        f"{what}_hidden_by_ProtectHome",
+                        f"{hidden[0]} is under what ProtectHome={home} hides",
+                        setting="ProtectHome",
+                    )
+                )
+    for key in ("InaccessiblePaths", "TemporaryFileSystem", "NoExecPaths"):
+        folders = [
+            word.lstrip("-+").split(":")[0] for value in settings(unit, "Service", key) for word in value.split()
+        ]
+        needed = [path for _kind, path in paths if path.startswith("/")] + (
+            ["/dev/shm"] if key != "NoExecPaths" else []
+        )
+        free = _bound(unit)
+        if key == "NoExecPaths":
+            needed = needed[:1]
+            free = [w.lstrip("-+") for v in settings(unit, "Service", "ExecPaths") for w in v.split()]
+        hits = [path for path in needed if _under(path, [f.rstrip("/") for f in folders]) and not _under(path, free)]
+        if hits:
+            problems.append(
+                _problem("paths_hidden_from_service", f"{key} takes {hits[0]} away from the service", setting=key)
+            )
+    return problems
+
+
+# Written at run time, in this order of harm; a model's cache may be filled already.
+_WRITTEN = (
+    "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "SGLANG_CACHE_DIR",
+    "SGLANG_DG_CACHE_DIR", "DG_JIT_CACHE_DIR", "EP_JIT_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE", "TILELANG_CACHE_DIR",
+    "CUDA_CACHE_PATH", "HF_HOME", "HF_HUB_CACHE",
+)  # fmt: skip
+
+
+def _review_written(unit: Unit, env: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Caches that the sandbox makes read-only, whatever their rights on disk are."""
+    service = "Service"
+    dynamic = _yes(setting(unit, service, "DynamicUser"))
+    system = "strict" if dynamic else (setting(unit, service, "ProtectSystem") or "no")
+    home = setting(unit, service, "ProtectHome") or ("read-only" if dynamic else "no")
+    writable = ["/dev", "/proc", "/sys"]
+    for key, root in (("CacheDirectory", "/var/cache"), ("StateDirectory", "/var/lib"), ("LogsDirectory", "/var/log"),
+                      ("RuntimeDirectory", "/run")):  # fmt: skip
+        writable += [f"{root}/{word.split(':')[0]}" for v in settings(unit, service, key) for word in v.split()]
+    for key in ("ReadWritePaths", "BindPaths"):
+        writable += [word.strip("\"'").lstrip("-+").split(":")[-1].rstrip("/") for v in settings(unit, service, key)
+                     for word in v.split()]  # fmt: skip
+    if _yes(setting(unit, service, "PrivateTmp")) or dynamic or system != "strict":
+        writable += ["/tmp", "/var/tmp"]
+    closed = {"strict": ("",), "full": ("/usr", "/boot", "/efi", "/etc"), "yes": ("/usr", "/boot", "/efi"),
+              "true": ("/usr", "/boot", "/efi")}.get(system, ())  # fmt: skip
+    if home == "read-only":
+        closed = (*closed, "/home", "/root", "/run/user")
+    problems = []
+    for name in _WRITTEN:
+        path = env.get(name, "").rstrip("/")
+        if not path.startswith("/") or not _under(path, closed) or _under(path, writable):
+            continue
+        problems.append(
+            _problem(
+                "cache_read_only_in_unit",
+                f"{name}={path} is read-only for the service (ProtectSystem={system}, ProtectHome={home}); "
+                "add it to ReadWritePaths=, or point it below CacheDirectory=",
+                "warning" if name.startswith("HF_") else "error",
+                variable=name,
+                value=path,
             )
         )
     return problems
@@ -469,7 +801,8 @@ def _review_devices(unit: Unit) -> list[dict[str, Any]]:
     allowed = settings(unit, "Service", "DeviceAllow")
     restricted = policy in ("closed", "strict") or bool(allowed)
     if restricted:
-        text = " ".join(allowed)
+        # Without "w" a device node cannot be used; without anything systemd means rwm.
+        text = " ".join(entry for entry in allowed if len(entry.split()) < 2 or {"r", "w"} <= set(entry.split()[1]))
         wanted = {
             "/dev/nvidia0": r"/dev/nvidia\d|/dev/nvidia\*|char-nvidia(-frontend|\*)?(\s|$)|char-\*",
             "/dev/nvidiactl": r"/dev/nvidiactl|/dev/nvidia\*|char-nvidia(-frontend|ctl|\*)?(\s|$)|char-\*",
@@ -481,8 +814,18 @@ def _review_devices(unit: Unit) -> list[dict[str, Any]]:
             problems.append(
                 _problem(
                     "device_policy_hides_gpus",
-                    f"DevicePolicy={policy} with DeviceAllow={text or 'nothing'} hides {', '.join(missing)}; "
+                    f"DevicePolicy={policy} with DeviceAllow={' '.join(allowed) or 'nothing'} hides "
+                    f"{', '.join(missing)}; "
                     "leave DevicePolicy at auto and DeviceAllow empty (RDMA needs /dev/infiniband and /dev/gdrdrv too)",
+                    setting="DeviceAllow",
+                )
+            )
+        elif not re.search(r"/dev/infiniband|char-infiniband|char-\*", text):
+            problems.append(
+                _problem(
+                    "device_policy_hides_rdma",
+                    "DeviceAllow has no /dev/infiniband (and /dev/gdrdrv): RDMA does not work for the service",
+                    "warning",
                     setting="DeviceAllow",
                 )
             )
@@ -517,6 +860,54 @@ def _review_limits(unit: Unit) -> list[dict[str, Any]]:
                 setting="LimitNOFILE",
             )
         )
+    processes = (setting(unit, "Service", "LimitNPROC") or "").split(":")[0]
+    if processes.isdigit() and int(processes) < MIN_TASKS:
+        problems.append(
+            _problem(
+                "tasks_max_too_low",
+                f"LimitNPROC={processes}: SGLang, NCCL and the compilers start many threads; leave it at infinity",
+                setting="LimitNPROC",
+            )
+        )
+    for key in ("LimitAS", "LimitDATA"):
+        size = parse_size((setting(unit, "Service", key) or "infinity").split(":")[0])
+        if size is not None and size != float("inf"):
+            problems.append(
+                _problem(
+                    "address_space_limited",
+                    f"{key}={setting(unit, 'Service', key)}: CUDA reserves the addresses of all GPUs' memory, so no "
+                    "limit is large enough; take it out",
+                    setting=key,
+                )
+            )
+    memory = parse_size(setting(unit, "Service", "MemoryMax") or "infinity")
+    if memory is not None and memory < MIN_MEMORY:
+        problems.append(
+            _problem(
+                "memory_max_too_low",
+                f"MemoryMax={setting(unit, 'Service', 'MemoryMax')}: weights pass through the host's memory, and each "
+                "rank takes some GiB of it",
+                "warning",
+                setting="MemoryMax",
+            )
+        )
+    quota = (setting(unit, "Service", "CPUQuota") or "").rstrip("%")
+    if quota.isdigit() and int(quota) < 100:
+        problems.append(
+            _problem(
+                "cpu_quota_too_low",
+                f"CPUQuota={quota}% is less than one core; the scheduler of each rank alone takes one",
+                "warning",
+                setting="CPUQuota",
+            )
+        )
+    denied = " ".join(settings(unit, "Service", "IPAddressDeny"))
+    if "any" in denied.split() and not settings(unit, "Service", "IPAddressAllow"):
+        problems.append(
+            _problem(
+                "private_network_hides_port", "IPAddressDeny=any: nobody reaches the port", setting="IPAddressDeny"
+            )
+        )
     families = " ".join(settings(unit, "Service", "RestrictAddressFamilies"))
     if families and not families.startswith("~"):
         missing = [name for name in ("AF_UNIX", "AF_INET", "AF_NETLINK") if name not in families.split()]
@@ -539,12 +930,13 @@ def _review_limits(unit: Unit) -> list[dict[str, Any]]:
         for key in ("CacheDirectory", "StateDirectory", "ReadWritePaths", "BindPaths")
         if settings(unit, "Service", key)
     ]
-    if setting(unit, "Service", "ProtectSystem") == "strict" and not writable:
+    dynamic = _yes(setting(unit, "Service", "DynamicUser"))
+    if (setting(unit, "Service", "ProtectSystem") == "strict" or dynamic) and not writable:
         problems.append(
             _problem(
                 "protect_system_hides_caches",
-                "ProtectSystem=strict leaves no folder for the JIT caches; add CacheDirectory=, StateDirectory= or "
-                "ReadWritePaths=",
+                f"{'DynamicUser=yes' if dynamic else 'ProtectSystem=strict'} leaves no folder for the JIT caches; "
+                "add CacheDirectory=, StateDirectory= or ReadWritePaths=",
                 setting="ProtectSystem",
             )
         )
@@ -584,11 +976,19 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
                 setting="LimitMEMLOCK",
             )
         )
-    elif not re.match(r"(infinity|\d+[KMGTPE]?)(:(infinity|\d+[KMGTPE]?))?\Z", memlock):
+    elif any(parse_size(part) is None for part in memlock.split(":")):
         problems.append(
             _problem(
                 "memlock_word_ignored",
                 f"systemd ignores LimitMEMLOCK={memlock}; the word is infinity",
+                setting="LimitMEMLOCK",
+            )
+        )
+    elif (parse_size(memlock.split(":")[0]) or 0.0) < MIN_MEMLOCK:
+        problems.append(
+            _problem(
+                "memlock_too_low",
+                f"LimitMEMLOCK={memlock}: RDMA locks its buffers in memory, and they are larger; give it infinity",
                 setting="LimitMEMLOCK",
             )
         )
@@ -601,18 +1001,8 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
                 setting="Type",
             )
         )
-    timeout = parse_span(setting(unit, service, "TimeoutStartSec") or setting(unit, service, "TimeoutSec") or "90")
-    for command in settings(unit, service, "ExecStartPost"):
-        wait = re.search(r"--?(?:timeout|deadline|wait)[= ](\d+)", command)
-        if timeout is not None and timeout <= (float(wait.group(1)) if wait else 90):
-            problems.append(
-                _problem(
-                    "start_post_killed_by_timeout",
-                    f"ExecStartPost is ended after {timeout:g} s (TimeoutStartSec) while the model still loads; "
-                    "set TimeoutStartSec above the load deadline, or leave readiness to the play",
-                    setting="TimeoutStartSec",
-                )
-            )
+    problems += _review_start(unit)
+    problems += _review_actions(unit)
     if _yes(setting(unit, service, "RemainAfterExit")):
         problems.append(
             _problem(
@@ -659,36 +1049,68 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
         problems.append(_problem("environment_bad_quoting", f"Environment: {error}", setting="Environment"))
         known = {}
     known.update(env or {})
+    complete = env is not None or not settings(unit, service, "EnvironmentFile")
+    problems += _review_command(unit, known, complete)
+    problems += _review_written(unit, known)
     problems += review_environment(known, setting(unit, service, "ProtectHome") or "no")
     return problems
+
+
+_PATHS = ("PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CPATH", "LIBRARY_PATH")
+
+
+def _review_cuda_home(name: str, value: str) -> list[dict[str, Any]]:
+    """What is wrong with the text of CUDA_HOME: it must be one folder, absolute, the one above bin/nvcc."""
+    bare = value.strip().strip("\"'")
+    code = suggestion = None
+    if re.search(r"[:;]", value):
+        parts = [part for part in re.split(r"[:;]", bare) if part and "$" not in part]
+        code, suggestion = "cuda_home_is_a_path_list", parts[-1] if parts else None
+        what = f"is not one folder: the compiler would be looked for in {value}/bin"
+    elif re.search(r"/(?:bin|lib|lib64|include|bin/nvcc)/?\Z", bare):
+        code, suggestion = "cuda_home_is_inside_toolkit", re.sub(r"/(?:bin/nvcc|bin|lib64|lib|include)/?\Z", "", bare)
+        what = f"is inside of the toolkit: the compiler would be looked for in {value}/bin"
+    elif value and not re.match(r"[/~$]", value):
+        code, suggestion = "cuda_home_relative", bare if bare.startswith("/") else None
+        what = "is no absolute path"
+    if code is None:
+        return []
+    return [_problem(code, f"{name}={value} {what}", variable=name, value=value, suggestion=suggestion)]
 
 
 def review_environment(env: Mapping[str, str], protect_home: str = "no") -> list[dict[str, Any]]:
     """What in a service's environment does not work: ``[{code, message, severity, variable, suggestion?}]``."""
     problems = []
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        value = env.get(name, "")
-        if ":" in value:
-            parts = [part for part in value.split(":") if part]
-            problems.append(
-                _problem(
-                    "cuda_home_is_a_path_list",
-                    f"{name}={value} is not one folder: the compiler would be looked for in {value}/bin",
-                    variable=name,
-                    value=value,
-                    suggestion=parts[-1] if parts else None,
-                )
-            )
+        problems += _review_cuda_home(name, env.get(name, ""))
     for name, value in env.items():
-        if re.search(r"\$\{?[A-Za-z_]", value) and name in ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH"):
+        if name in ("CUDA_HOME", "CUDA_PATH") and ":" in value:
+            continue
+        # The hub's library expands its own variables.
+        if name.startswith("HF_") or not (
+            name in _PATHS or name.endswith(("_HOME", "_DIR", "_CACHE", "_BASE", "_PATH"))
+        ):
+            continue
+        if re.search(r"\$\{?[A-Za-z_]|(?:\A|:)~(?:/|:|\Z)", value):
             problems.append(
                 _problem(
                     "environment_not_expanded",
-                    f"{name}={value}: systemd does not expand variables here; write the whole value",
+                    f"{name}={value}: systemd does not expand variables or ~ here; write the whole value",
                     variable=name,
                     value=value,
                 )
             )
+    path = env.get("PATH")
+    if path and "$" not in path and not {"/usr/bin", "/bin"} & {part.rstrip("/") for part in path.split(":")}:
+        problems.append(
+            _problem(
+                "path_lacks_system_folders",
+                f"PATH={path} has neither /usr/bin nor /bin: the shell, the compiler and the linker are not found",
+                variable="PATH",
+                value=path,
+                suggestion=f"{path}:{SYSTEM_PATH}",
+            )
+        )
     if protect_home in ("yes", "true", "on", "1", "tmpfs"):
         for name, value in env.items():
             if name.endswith(("_HOME", "_DIR", "_CACHE", "_BASE", "_PATH")) or name in ("HOME", "PYTHONPATH"):

@@ -226,7 +226,14 @@ def test_units_made_by_others(lines: str, expected: set[str]) -> None:
         ("StartLimitIntervalSec=1h\nStartLimitBurst=4", "RestartSec=5min", set()),
         ("", "RestartSec=30\nStartLimitIntervalSec=3600", {"start_limit_in_service_section", "restart_unbounded"}),
         ("StartLimitIntervalSec=0", "RestartSec=1", {"restart_unbounded"}),
-        ("", "", set()),
+        # The defaults are five starts in ten seconds, and SGLang alone imports for longer.
+        ("", "", {"restart_unbounded"}),
+        ("StartLimitIntervalSec=300\nStartLimitBurst=5", "", set()),
+        (
+            "StartLimitIntervalSec=60\nStartLimitBurst=10",
+            "RestartSec=1\nRestartSteps=5\nRestartMaxDelaySec=5min",
+            {"start_limit_never_triggers"},
+        ),
     ],
 )
 def test_start_limits_that_trigger(unit: str, service: str, expected: set[str]) -> None:

@@ -1,0 +1,216 @@
+# Copyright: the gpufleet.sglang contributors
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+# SPDX-License-Identifier: GPL-3.0-or-later
+"""Faults of plans, units and readiness in shapes that no report has: each is told, and what is right is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_file import (
+    parse_size,
+    parse_unit,
+    review_environment,
+    review_unit,
+)
+
+BASE = "LimitMEMLOCK=infinity\nExecStart=/opt/v/bin/python -m sglang.launch_server --model-path /models/x\n"
+WAITS = "[Unit]\nAfter=nvidia-persistenced.service\n"
+
+
+def found(service: str, unit: str = "", env: dict[str, str] | None = None, base: str = BASE) -> dict[str, str]:
+    """``{code: severity}`` of a unit made by others; its PATH is in order unless ``env`` says otherwise."""
+    environment = {"PATH": "/opt/v/bin:/usr/local/cuda/bin:/usr/bin:/bin"} if env is None else env
+    text = f"{WAITS}{unit}\n[Service]\n{base}{service}\n"
+    return {row["code"]: row["severity"] for row in review_unit(parse_unit(text), environment)}
+
+
+def test_a_unit_in_order_has_no_fault() -> None:
+    assert found("Type=exec\nKillMode=mixed") == {}
+
+
+@pytest.mark.parametrize(
+    ("service", "code", "severity"),
+    [
+        ("LimitMEMLOCK=64K", "memlock_too_low", "error"),
+        ("LimitMEMLOCK=65536", "memlock_too_low", "error"),
+        ("LimitMEMLOCK=8M:infinity", "memlock_too_low", "error"),
+        ("LimitMEMLOCK=0", "memlock_too_low", "error"),
+        ("LimitMEMLOCK=64k", "memlock_word_ignored", "error"),
+        ("LimitMEMLOCK=8GB", "memlock_word_ignored", "error"),
+        ("WatchdogSec=60", "watchdog_kills_service", "error"),
+        ("RuntimeMaxSec=1d", "runtime_max_ends_service", "error"),
+        ("TimeoutStopSec=5", "stop_timeout_too_short", "warning"),
+        ("OOMPolicy=continue", "oom_policy_leaves_half", "warning"),
+        ("StandardOutput=null", "log_not_in_journal", "warning"),
+        ("StandardOutput=append:/var/log/sglang.log", "log_not_in_journal", "warning"),
+        ("LimitAS=64G", "address_space_limited", "error"),
+        ("LimitNPROC=256", "tasks_max_too_low", "error"),
+        ("MemoryMax=4G", "memory_max_too_low", "warning"),
+        ("CPUQuota=50%", "cpu_quota_too_low", "warning"),
+        ("IPAddressDeny=any", "private_network_hides_port", "error"),
+        ("DynamicUser=yes", "protect_system_hides_caches", "error"),
+        ("DevicePolicy=closed\nDeviceAllow=char-nvidia* r", "device_policy_hides_gpus", "error"),
+        ("DevicePolicy=closed\nDeviceAllow=char-nvidia* rw", "device_policy_hides_rdma", "warning"),
+        ("ExecStartPre=/bin/sleep 300", "start_pre_killed_by_timeout", "error"),
+        ("ExecStartPre=/usr/local/bin/wait-gpus --timeout 10m", "start_pre_killed_by_timeout", "error"),
+        ("ExecStartPre=/opt/v/bin/python -m sglang.compile_deep_gemm --tp 8", "start_pre_killed_by_timeout", "error"),
+        ("ExecStartPost=/bin/sh -c 'until curl -sf localhost:30000/health; do sleep 5; done'",
+         "start_post_killed_by_timeout", "error"),
+        ("ExecStartPost=/x --timeout=30m\nTimeoutStartSec=60", "start_post_killed_by_timeout", "error"),
+        ("InaccessiblePaths=/dev/shm", "paths_hidden_from_service", "error"),
+        ("TemporaryFileSystem=/models", "paths_hidden_from_service", "error"),
+        ("NoExecPaths=/", "paths_hidden_from_service", "error"),
+        ("ProtectHome=yes\nWorkingDirectory=/home/ml", "working_directory_hidden_by_ProtectHome", "error"),
+        ("Environment=HF_TOKEN=x", "secret_in_unit", "warning"),
+    ],
+)  # fmt: skip
+def test_a_setting_that_harms(service: str, code: str, severity: str) -> None:
+    assert found(service).get(code) == severity
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        "LimitMEMLOCK=1.5G", "LimitMEMLOCK=8G:infinity", "WatchdogSec=0", "RuntimeMaxSec=infinity",
+        "TimeoutStopSec=2min", "LimitAS=infinity", "MemoryMax=infinity", "MemoryMax=512G", "CPUQuota=1600%",
+        "IPAddressDeny=any\nIPAddressAllow=localhost", "DynamicUser=yes\nCacheDirectory=sglang",
+        "DevicePolicy=closed\nDeviceAllow=char-nvidia* rw\nDeviceAllow=char-infiniband rw",
+        "ExecStartPre=/bin/sleep 30", "ExecStartPre=/bin/sleep 300\nTimeoutStartSec=6min",
+        "ExecStartPost=/x --timeout 1800\nTimeoutStartSec=0", "ExecStartPost=/x --timeout=30m\nTimeoutStartSec=31min",
+        "NoExecPaths=/\nExecPaths=/opt /usr",
+        "ProtectHome=tmpfs\nBindReadOnlyPaths=/home/ml\nWorkingDirectory=/home/ml",
+        "StandardOutput=journal", "OOMPolicy=kill", "Environment=TOKENIZERS_PARALLELISM=false",
+    ],
+)  # fmt: skip
+def test_a_setting_that_does_not(service: str) -> None:
+    assert found(service) == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("/opt/v/bin/python -m sglang.launch_server --model-path /m > /var/log/x.log 2>&1", "exec_start_needs_a_shell"),
+        ("source /opt/v/bin/activate && python -m sglang.launch_server", "exec_start_needs_a_shell"),
+        ("/usr/bin/nohup /opt/v/bin/python -m sglang.launch_server", "exec_start_in_background"),
+        ("/bin/bash -c 'nohup python -m sglang.launch_server &'", "exec_start_in_background"),
+        ('/opt/v/bin/python -m sglang.launch_server --x "open', "exec_start_bad_quoting"),
+        ("/opt/v/bin/python -m sglang.launch_server --api-key abc", "secret_in_unit"),
+        ("/opt/v/bin/python -m sglang.launch_server --api-key=abc", "secret_in_unit"),
+    ],
+)
+def test_a_command_that_systemd_reads_otherwise(command: str, code: str) -> None:
+    assert code in found("", base=f"LimitMEMLOCK=infinity\nExecStart={command}\n")
+
+
+def test_the_venv_of_a_hidden_home() -> None:
+    base = "LimitMEMLOCK=infinity\nExecStart=/home/ml/venv/bin/python -m sglang.launch_server\nProtectHome="
+    env = {"PATH": "/home/ml/venv/bin:/usr/bin"}
+    assert found("", base=base + "yes", env=env) == {"exec_start_hidden_by_ProtectHome": "error"}
+    assert found("", base=base + "read-only", env=env) == {}
+
+
+@pytest.mark.parametrize(
+    ("unit", "service", "codes"),
+    [
+        ("StartLimitIntervalSec=60\nStartLimitBurst=3", "RestartSec=10",
+         {"start_limit_misses_slow_failures": "warning"}),
+        ("StartLimitIntervalSec=15\nStartLimitBurst=3", "RestartSec=5", {"start_limit_never_triggers": "error"}),
+        ("StartLimitIntervalSec=3600\nStartLimitBurst=4", "RestartSec=30", {}),
+        ("StartLimitIntervalSec=infinity", "RestartSec=30", {}),
+        ("StartLimitIntervalSec=3600\nStartLimitBurst=4\nStartLimitAction=reboot", "RestartSec=15",
+         {"failure_takes_the_host": "error"}),
+        ("StartLimitIntervalSec=3600\nStartLimitBurst=4\nFailureAction=poweroff-force", "RestartSec=15",
+         {"failure_takes_the_host": "error"}),
+    ],
+)  # fmt: skip
+def test_start_limits(unit: str, service: str, codes: dict[str, str]) -> None:
+    assert found(f"Restart=on-failure\n{service}", unit) == codes
+
+
+def test_a_start_before_the_gpus() -> None:
+    text = f"[Unit]\nAfter=network.target\n[Service]\n{BASE}"
+    env = {"PATH": "/opt/v/bin:/usr/bin"}
+    assert "starts_before_gpus" in {row["code"] for row in review_unit(parse_unit(text), env)}
+    text += "ExecStartPre=/usr/local/bin/wait-for-gpus 8\n"
+    assert review_unit(parse_unit(text), env) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "path", "severity"),
+    [
+        ("ProtectSystem=strict\nCacheDirectory=sglang", "TRITON_CACHE_DIR", "/data/triton", "error"),
+        ("ProtectSystem=strict\nCacheDirectory=sglang", "HF_HOME", "/data/hf", "warning"),
+        ("ProtectSystem=strict\nCacheDirectory=sglang", "TRITON_CACHE_DIR", "/var/cache/sglang/triton", None),
+        ("ProtectSystem=strict\nCacheDirectory=sglang\nReadWritePaths=-/data", "TRITON_CACHE_DIR", "/data/t", None),
+        ("ProtectSystem=strict\nCacheDirectory=sglang", "TRITON_CACHE_DIR", "/dev/shm/t", None),
+        ("ProtectSystem=strict\nCacheDirectory=sglang", "TRITON_CACHE_DIR", "/tmp/t", "error"),
+        ("ProtectSystem=strict\nCacheDirectory=sglang\nPrivateTmp=yes", "TRITON_CACHE_DIR", "/tmp/t", None),
+        ("ProtectSystem=full", "DG_JIT_CACHE_DIR", "/usr/local/cache", "error"),
+        ("ProtectSystem=full", "DG_JIT_CACHE_DIR", "/opt/cache", None),
+        ("ProtectHome=read-only", "XDG_CACHE_HOME", "/home/ml/.cache", "error"),
+        ("DynamicUser=yes\nCacheDirectory=sglang", "TRITON_CACHE_DIR", "/opt/cache", "error"),
+    ],
+)
+def test_caches_that_the_sandbox_makes_read_only(settings: str, name: str, path: str, severity: str | None) -> None:
+    env = {"PATH": "/opt/v/bin:/usr/bin", name: path}
+    assert found(settings, env=env).get("cache_read_only_in_unit") == severity
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "suggestion"),
+    [
+        (":/usr/local/cuda-12.8", "cuda_home_is_a_path_list", "/usr/local/cuda-12.8"),
+        ("/usr/local/cuda-12.8;/usr/local/cuda", "cuda_home_is_a_path_list", "/usr/local/cuda"),
+        ("$CUDA_HOME:/usr/local/cuda", "cuda_home_is_a_path_list", "/usr/local/cuda"),
+        ("/usr/local/cuda:$CUDA_HOME", "cuda_home_is_a_path_list", "/usr/local/cuda"),
+        ("/usr/local/cuda/bin", "cuda_home_is_inside_toolkit", "/usr/local/cuda"),
+        ("/usr/local/cuda/bin/nvcc", "cuda_home_is_inside_toolkit", "/usr/local/cuda"),
+        ("/usr/local/cuda/lib64/", "cuda_home_is_inside_toolkit", "/usr/local/cuda"),
+        ('"/usr/local/cuda"', "cuda_home_relative", "/usr/local/cuda"),
+        (" /usr/local/cuda", "cuda_home_relative", "/usr/local/cuda"),
+        ("cuda-12.8", "cuda_home_relative", None),
+        ("${CUDA_ROOT}", "environment_not_expanded", None),
+        ("~/cuda", "environment_not_expanded", None),
+        ("/usr/local/cuda-12.8", None, None),
+        ("/opt/nvidia/hpc_sdk/cuda/12.8", None, None),
+        ("", None, None),
+    ],
+)
+def test_texts_of_cuda_home(value: str, code: str | None, suggestion: str | None) -> None:
+    rows = review_environment({"CUDA_HOME": value})
+    assert [(row["code"], row.get("suggestion")) for row in rows] == ([(code, suggestion)] if code else [])
+
+
+@pytest.mark.parametrize(
+    ("env", "codes"),
+    [
+        ({"TRITON_CACHE_DIR": "$HOME/triton"}, ["environment_not_expanded"]),
+        ({"XDG_CACHE_HOME": "~/.cache"}, ["environment_not_expanded"]),
+        ({"LD_LIBRARY_PATH": "/a:~/lib"}, ["environment_not_expanded"]),
+        ({"HF_HOME": "~/hf"}, []),
+        ({"OTHER": "costs $FIVE"}, []),
+        ({"PATH": "/opt/v/bin"}, ["path_lacks_system_folders"]),
+        ({"PATH": "/opt/v/bin:/usr/bin/"}, []),
+    ],
+)
+def test_variables_that_only_a_shell_would_expand(env: dict[str, str], codes: list[str]) -> None:
+    assert [row["code"] for row in review_environment(env)] == codes
+
+
+def test_a_shells_path_is_not_the_services() -> None:
+    assert found("", env={}) == {"path_lacks_compilers": "warning"}
+    assert found("", env={"PATH": "/usr/bin:/bin"}) == {"path_lacks_compilers": "warning"}
+    # What an EnvironmentFile that was not read brings is not known.
+    unread = f"{WAITS}[Service]\n{BASE}EnvironmentFile=/etc/default/sglang\n"
+    assert review_unit(parse_unit(unread)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64K", 65536), ("1 G", 1 << 30), ("1.5G", 1.5 * (1 << 30)), ("infinity", float("inf")), ("unlimited", None),
+     ("8GB", None), ("64k", None), ("-1", None), ("100%", None)],
+)  # fmt: skip
+def test_sizes_as_systemd_reads_them(text: str, size: Any) -> None:
+    assert parse_size(text) == size
