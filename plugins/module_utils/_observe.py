@@ -27,6 +27,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run
+from ansible_collections.gpufleet.sglang.plugins.module_utils._service_state import VENDORED
 
 UNIT_PROPERTIES = (
     "LoadState",
@@ -214,7 +215,7 @@ def loaded_libraries(pids: Iterable[int], wanted: str, proc: str = "/proc") -> t
             continue
         for line in text.decode("utf-8", "replace").splitlines():
             path = line.partition("/")[2]
-            if path and pattern.search(path):
+            if path and pattern.search(path) and not VENDORED.search(path):
                 found.add("/" + path)
     return sorted(found), complete
 

@@ -21,6 +21,8 @@ _BACKEND = re.compile(
     r"(?:^|/)(?:deep_ep|mooncake|nixl|mori|pplx|uccl)[^/]*/|"
     r"/(?:[^/]*(?:deep_ep|hybrid_ep)[^/]*|lib(?:nvshmem|nccl|nixl|mooncake|transfer_engine|ucp|ibverbs|mlx5)[^/]*)\Z"
 )
+# Wheels bring copies of common libraries, a hash in their names: a hundred of them say nothing about a backend.
+VENDORED = re.compile(r"\.libs/(?:[^/]+/)*[^/]*-[0-9a-f]{8}\.so")
 _MAPPED = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s+(/[^\n]*)$", re.MULTILINE)
 
 
@@ -43,7 +45,7 @@ def parse_argv(text: str) -> list[str]:
 
 def parse_maps(text: str) -> list[str]:
     """Backend libraries that a ``/proc/<pid>/maps`` shows, each once; a replaced file keeps its `` (deleted)``."""
-    return sorted({path for path in _MAPPED.findall(text) if _BACKEND.search(path)})
+    return sorted({path for path in _MAPPED.findall(text) if _BACKEND.search(path) and not VENDORED.search(path)})
 
 
 def cgroup_pids(context: Context, group: str) -> list[int]:

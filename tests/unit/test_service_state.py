@@ -147,6 +147,16 @@ def test_this_process_for_real() -> None:
     assert _service_state.loaded_libraries(context, [os.getpid()]) == []
 
 
+def test_copies_of_common_libraries_that_a_wheel_brings_are_left_out() -> None:
+    """As nixl 1.5.1 was mapped on an H200: 90 libraries of Abseil and gRPC beside its own."""
+    folder = f"{SITE}/nixl_cu13.libs"
+    own = [f"{SITE}/.nixl_cu13.mesonpy.libs/libnixl.so", f"{folder}/ucx/libuct_cuda.so.0.0.0",
+           f"{SITE}/nixl_cu13/_bindings.cpython-312-x86_64-linux-gnu.so"]  # fmt: skip
+    copies = [f"{folder}/libabsl_base-5dc7d7dc.so.2508.0.0", f"{folder}/libgrpc++-95c57f84.so.1.73.0"]
+    text = "".join(f"7f00-7f01 r-xp 00000000 08:01 42  {path}\n" for path in own + copies)
+    assert _service_state.parse_maps(text) == sorted(own)
+
+
 @given(st.text(max_size=300))
 def test_hostile_text_never_raises(text: str) -> None:
     assert isinstance(_service_state.parse_show(text), dict)
