@@ -30,9 +30,12 @@ JOURNEY = (
     "with_wheels",
 )
 ROLLOUT = (
+    "after_going_back",
     "back_work",
     "bare_plans",
     "failed_going_back",
+    "going_back",
+    "held_elsewhere",
     "hooked",
     "meetings",
     "members_behind",
@@ -41,6 +44,8 @@ ROLLOUT = (
     "router_calls",
     "serving",
     "shared_work",
+    "to_accept",
+    "to_claim",
     "to_roll_back",
     "wave_failed",
     "wave_text",

@@ -25,7 +25,13 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _drop, _journal, _lockfile, _packages
+from ansible_collections.gpufleet.sglang.plugins.module_utils import (
+    _drop,
+    _journal,
+    _libraries,
+    _lockfile,
+    _packages,
+)
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run, RunResult
 
 STATE_DIR = "/var/lib/gpufleet-sglang/journal"
@@ -63,6 +69,7 @@ class Options(NamedTuple):
     manage_system_packages: bool = False
     restore: bool = False
     journal_id: Optional[str] = None
+    journal_ids: Sequence[str] = ()
     allow_changes: Sequence[str] = ()
     check_mode: bool = False
     timeout: float = 1800.0
@@ -599,7 +606,7 @@ class Mender:
                 ],
                 set(group.present),
             )
-        self._refuse_used(
+        self.refuse_used(
             {
                 path
                 for group in groups
@@ -610,7 +617,8 @@ class Mender:
             }
         )
 
-    def _refuse_used(self, paths: Iterable[str]) -> None:
+    def refuse_used(self, paths: Iterable[str]) -> None:
+        """Failure when a process has one of the files mapped (a problem only, where that is allowed)."""
         users = in_use(path for path in paths if ".so" in os.path.basename(path))
         if not users:
             return
@@ -724,6 +732,7 @@ class Mender:
             self._refuse_unwritable(paths)
             self._refuse_without_room(paths, entry.files)
         with _drop.acting_as(self.owner):
+            entry.data["before"] = _libraries.snapshot(self.venv.sites, touched)
             manifest = _journal.keep(paths, entry.files)
         entry.save_manifest(manifest)
         entry.save()
@@ -810,6 +819,8 @@ class Mender:
             raise Failure(
                 f"{error} Everything in the venv is as it was before.", **{**fields, "restored": True}
             ) from error
+        with _drop.acting_as(self.owner):
+            entry.data["after"] = _libraries.snapshot(self.venv.sites, entry.data["names"])
         entry.save(_journal.DONE)
         self._forget(entry.work)
         return done
@@ -913,9 +924,12 @@ class Mender:
         self.steps += self.change(entry)
 
     def prune(self) -> None:
-        """Forget all but the newest entries."""
+        """Forget all but the newest entries, and those that a stored revision needs for going back."""
+        instances = os.path.join(os.path.dirname(self.options.state_dir), "instances")
+        kept = _libraries.kept_for_revisions(instances, self.venv.path) if self.privileged else None
         for entry in self.entries()[: -max(self.options.keep_journals, 1)]:
-            if entry.state in (_journal.DONE, _journal.RESTORED):
+            needed = kept is not None and any(entry.id not in journals for journals in kept)
+            if entry.state == _journal.RESTORED or (entry.state == _journal.DONE and not needed):
                 entry.discard()
 
 
@@ -1027,13 +1041,46 @@ def apply(mender: Mender) -> dict[str, Any]:
     return result
 
 
+def _exactly(mender: Mender, entries: Sequence[_journal.Entry]) -> list[_journal.Entry]:
+    """The entries of ``journal_ids``; Failure unless they are the newest and the venv is as they left it.
+
+    ``entries`` are those that can be taken back, oldest first.
+    """
+    wanted = set(mender.options.journal_ids)
+    unknown = wanted - {entry.id for entry in mender.entries()}
+    if unknown:
+        raise Failure(f"there is no journal {', '.join(sorted(unknown))} of {mender.venv.path}", code="no_journal")
+    back = [entry for entry in entries if entry.id in wanted]
+    newest = list(entries[len(entries) - len(back) :])
+    if back != newest:
+        others = ", ".join(entry.id for entry in newest if entry not in back)
+        raise Failure(
+            f"{mender.venv.path} was changed since by {others}: nothing is taken back, so that this is not lost",
+            code="journal_not_newest",
+        )
+    with _drop.acting_as(mender.owner):
+        present = _libraries.snapshot(mender.venv.sites, _libraries.touched(entry.data for entry in back))
+    _found, reason = _libraries.undo(present, [entry.data for entry in reversed(back)])
+    if reason:
+        raise Failure(f"{mender.venv.path}: {reason}; nothing is taken back", code="changed_since")
+    if not mender.options.check_mode:
+        installed = mender.distributions()
+        names = _libraries.touched(entry.data for entry in back)
+        mender.refuse_used(
+            path for name in names for dist in installed.get(name, []) for path in paths_of(mender.venv, dist)
+        )
+    return back
+
+
 def restore(mender: Mender) -> dict[str, Any]:
     """Go back over the entries of the venv, newest first, as far as the one asked for (else the newest)."""
     wanted = mender.options.journal_id
     entries = mender.entries()
     back: list[_journal.Entry] = [entry for entry in entries if entry.state in _journal.INTERRUPTED]
     done = [entry for entry in entries if entry.state == _journal.DONE]
-    if wanted is None:
+    if mender.options.journal_ids:
+        back = _exactly(mender, [entry for entry in entries if entry in back or entry in done])
+    elif wanted is None:
         if not back:
             back = done[-1:]
     else:

@@ -317,6 +317,7 @@ def ready_targets(
             "port": about.get("port"),
             "model": about.get("served_model_name") or about.get("model_path"),
             "node_rank": about.get("node_rank") or 0,
+            "members": about.get("hosts") or None,
             "role": about.get("role"),
             "expected_argv": list(unit.get("argv") or plan.get("argv") or []),
             "revision": unit.get("revision"),
@@ -331,7 +332,11 @@ def restored_targets(
     services: Mapping[str, Any], units: Iterable[Mapping[str, Any]], intents: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the targets of the instances that went back; their argv is that revision's, not the plan's."""
-    back = {unit["instance"]: unit for unit in units if unit.get("instance") and unit.get("last_good")}
+    back = {
+        unit["instance"]: unit
+        for unit in units
+        if unit.get("instance") and unit.get("last_good") and not unit.get("overtaken")
+    }
     targets = ready_targets({name: plan for name, plan in services.items() if name in back}, back.values(), intents)
     for name, target in targets.items():
         if not back[name].get("argv"):
@@ -339,10 +344,13 @@ def restored_targets(
     return targets
 
 
-def applied_journals(results: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return ``{venv: journal entry}`` of what this run changed in venvs, for going back."""
-    return {
-        item["item"]["key"]: item["journal_id"]
-        for item in results
-        if item.get("changed") and item.get("journal_id") and item.get("item")
-    }
+def applied_journals(results: Iterable[Mapping[str, Any]], before: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    """Return ``{venv: [journal entry]}`` of what this run changed in venvs, oldest first, for going back.
+
+    ``before`` is what this returned for the run's earlier changes.
+    """
+    journals = {venv: list(found) for venv, found in before.items()}
+    for item in results:
+        if item.get("changed") and item.get("journal_id") and item.get("item"):
+            journals.setdefault(item["item"]["key"], []).append(item["journal_id"])
+    return journals

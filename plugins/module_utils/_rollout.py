@@ -64,33 +64,193 @@ def went_away(registers: Iterable[Any]) -> bool:
     return False
 
 
+def held(claim: Optional[Mapping[str, Any]], run: str) -> bool:
+    """Whether another run claimed the instance for a change that it has not made yet (and perhaps never will)."""
+    return bool(
+        claim
+        and claim.get("open")
+        and claim.get("run") != str(run)
+        and (claim.get("deployed") or {}).get("run") != claim.get("run")
+    )
+
+
+def held_elsewhere(results: Iterable[Mapping[str, Any]], run: str) -> list[str]:
+    """The instances that this run must not undrain; of the ``service_unit`` results of one, the last counts."""
+    taken = {}
+    for unit in results:
+        if unit.get("instance"):
+            overtaken = unit.get("overtaken") or (unit.get("cause") or {}).get("code") == "overtaken"
+            taken[unit["instance"]] = bool(overtaken or held(unit.get("claim"), run))
+    return [name for name, is_taken in taken.items() if is_taken]
+
+
+def to_claim(
+    work: Mapping[str, Any],
+    previews: Iterable[Mapping[str, Any]],
+    services: Mapping[str, Any],
+    host: str,
+    hostvars: Mapping[str, Any],
+) -> list[dict[str, Any]]:
+    """``[{instance, current, proven}]`` of what this run takes over before it drains and changes it.
+
+    That is what it will change, and what another run took for a change that it has not made: that run may be dead, and
+    who undrains an instance must hold it. ``proven``: another rank of the same deployment was accepted, so this one is
+    good, too, and only the record of it is missing.
+    """
+    changes = {*(work.get("stop") or []), *(work.get("start") or [])}
+    return [
+        {
+            "instance": unit["instance"],
+            "current": unit.get("current"),
+            "proven": _half_accepted(unit, _members(services[unit["instance"]], host), host, hostvars),
+        }
+        for unit in previews
+        if unit.get("instance") in services and (unit["instance"] in changes or held(unit.get("claim"), ""))
+    ]
+
+
+def _half_accepted(unit: Mapping[str, Any], members: Sequence[str], host: str, hostvars: Mapping[str, Any]) -> bool:
+    claim, current = unit.get("claim") or {}, unit.get("current")
+    deployed = claim.get("deployed") or {}
+    if not deployed.get("run") or deployed.get("revision") != current or unit.get("last_good") == current:
+        return False
+    others = [
+        other
+        for member in members
+        if member != host
+        for other in (_fact(hostvars, member, "rollout_preview") or {}).get("results") or []
+        if other.get("instance") == unit["instance"] and other.get("last_good")
+    ]
+    return any((other.get("claim") or {}).get("good") == deployed["run"] for other in others)
+
+
+def to_accept(
+    services: Mapping[str, Any],
+    accepted: Iterable[str],
+    work: Mapping[str, Any],
+    results: Iterable[Mapping[str, Any]],
+    run: str,
+) -> list[str]:
+    """The instances whose proven revision is to be recorded, or whose claim is to be closed.
+
+    ``results`` are those of ``service_unit``; the last of an instance counts.
+    """
+    claims = {unit["instance"]: unit.get("claim") or {} for unit in results if unit.get("instance")}
+    done = set(accepted) - set(work.get("start") or [])
+    return [
+        name
+        for name in services
+        if name not in done or (claims.get(name, {}).get("open") and not held(claims.get(name), run))
+    ]
+
+
 def to_roll_back(
     services: Mapping[str, Any], work: Mapping[str, Any], host: str, hostvars: Mapping[str, Any]
 ) -> list[str]:
-    """The instances of ``host`` that were changed, and of which this host or another member failed."""
+    """The instances of ``host`` that were changed, and of which this host or another member failed.
+
+    With them those that share a venv whose packages this run changed: packages do not go back under a service.
+    """
     stage = _fact(hostvars, host, "rollout_stage")
     if stage not in STAGES or STAGES.index(stage) < STAGES.index("changing"):
         return []
-    return [
+    changed = [name for name in services if name in (work.get("start") or [])]
+    failed = [
         name
-        for name, plan in services.items()
-        if name in (work.get("start") or [])
-        and any(_fact(hostvars, member, "rollout_failure") for member in _members(plan, host))
+        for name in changed
+        if any(_fact(hostvars, member, "rollout_failure") for member in _members(services[name], host))
     ]
+    venvs = {_venv(services, name) for name in failed} & set(work.get("remedies") or {})
+    return [name for name in changed if name in failed or _venv(services, name) in venvs]
+
+
+def _venv(services: Mapping[str, Any], name: str) -> str:
+    return str((services[name].get("unit") or {}).get("venv") or "")
+
+
+def going_back(
+    previews: Iterable[Mapping[str, Any]],
+    services: Mapping[str, Any],
+    own: Mapping[str, Sequence[str]],
+    host: str,
+    hostvars: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What going back takes: ``{names, stop, journals: {venv: [entry]}, notes, overtaken}``.
+
+    ``previews`` are dry runs of ``service_unit`` with state rolled_back, ``own`` the journals of this run. ``names`` go
+    back, of them ``stop`` are stopped first, for their venv's packages; ``notes`` say which packages stay and why.
+    ``overtaken`` is ``{instance: sentence}`` of those that another run changed, here or on another member.
+    """
+    seen = {unit["instance"]: unit for unit in previews if unit.get("instance")}
+    overtaken = {name: str(unit["overtaken"]) for name, unit in seen.items() if unit.get("overtaken")}
+    for name in seen:
+        for member in _members(services[name], host):
+            for other in (_fact(hostvars, member, "rollout_return") or {}).get("results") or []:
+                if other.get("instance") == name and other.get("overtaken") and name not in overtaken:
+                    overtaken[name] = f"{member}: {other['overtaken']}"
+    names = [name for name in seen if name not in overtaken]
+    stop: list[str] = []
+    journals: dict[str, list[str]] = {}
+    notes: list[str] = []
+    for venv in dict.fromkeys([*own, *(_venv(services, name) for name in seen)]):
+        users = {name: seen[name].get("packages") or {} for name in seen if _venv(services, name) == venv}
+        if any(name in overtaken for name in users):
+            continue
+        ways = {name: way for name, way in users.items() if way}
+        wanted = {tuple(way["journals"]) for way in ways.values() if not way["reason"]}
+        others = sorted({other for way in ways.values() for other in way["others"]} - set(users))
+        why = "; ".join(f"{name}: {way['reason']}" for name, way in ways.items() if way["reason"])
+        if others:
+            why = f"instance {', '.join(others)} runs from this venv, too, and does not go back"
+        elif len(wanted) > 1:
+            why = f"instances {', '.join(sorted(ways))} share this venv, and go back to different packages"
+        if why:
+            notes.append(f"the packages of {venv} stay as they are ({why})")
+            continue
+        found = list(wanted.pop()) if wanted else list(reversed(own.get(venv) or []))
+        if found:
+            journals[venv] = found
+            stop += list(users)
+    return {"names": names, "stop": stop, "journals": journals, "notes": notes, "overtaken": overtaken}
+
+
+def after_going_back(failure: Mapping[str, Any], back: Mapping[str, Any]) -> dict[str, Any]:
+    """The failure of a host once its instances went back, or were left to another run."""
+    if not back.get("overtaken"):
+        return dict(failure)
+    told = "; ".join(f"{name}: {text}" for name, text in back["overtaken"].items())
+    begun = f"{failure['message']}; " if failure else ""
+    return {
+        **{"task": "Go back", **failure},
+        "message": begun + told,
+        "cause": {"code": "overtaken"},
+    }
 
 
 def back_work(previews: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The work of a host that goes back, like ``_journey.host_work``, from the dry run of its units."""
     seen = [unit for unit in previews if unit.get("instance")]
-    start = [unit["instance"] for unit in seen if unit.get("changed") or any((unit.get("needs") or {}).values())]
+    start = [
+        unit["instance"]
+        for unit in seen
+        if unit.get("changed")
+        or any((unit.get("needs") or {}).values())
+        or (unit.get("packages") or {}).get("journals")
+    ]
     running = [unit["instance"] for unit in seen if unit.get("active_state") in ("active", "activating", "reloading")]
     return {"needed": bool(start), "remedies": {}, "stop": [], "start": start, "running": running, "changes": {}}
 
 
 def went_back(units: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """``{instance: last_good | restored | stopped}`` from the results of ``service_unit`` with state rolled_back."""
+    """``{instance: last_good | restored | stopped | overtaken}`` of ``service_unit`` results, state rolled_back."""
     return {
-        unit["instance"]: "last_good" if unit.get("last_good") else "restored" if unit.get("restored") else "stopped"
+        unit["instance"]: "overtaken"
+        if unit.get("overtaken")
+        else "last_good"
+        if unit.get("last_good")
+        else "restored"
+        if unit.get("restored")
+        else "stopped"
         for unit in units
         if unit.get("instance")
     }
@@ -101,7 +261,13 @@ def failed_going_back(failure: Mapping[str, Any], second: Mapping[str, Any]) -> 
     told = f"going back failed, too: {second.get('task')}: {second.get('message')}"
     if not failure:
         return {**second, "going_back": True}
-    return {**failure, "message": f"{failure.get('message')}; {told}", "going_back": True}
+    merged = {**failure, "message": f"{failure.get('message')}; {told}", "going_back": True}
+    return {**merged, "cause": second["cause"]} if is_overtaken(second) else merged
+
+
+def is_overtaken(failure: Mapping[str, Any]) -> bool:
+    """Whether a host failed because another run works on it."""
+    return (failure.get("cause") or {}).get("code") == "overtaken"
 
 
 def serving(
@@ -110,15 +276,22 @@ def serving(
     failure: Mapping[str, Any],
     stage: str,
     back: Mapping[str, str],
+    elsewhere: Iterable[str] = (),
 ) -> list[str]:
-    """The instances that may get requests again: all after a success, else what went back or was never touched."""
-    if not failure:
-        return list(services)
+    """The instances that may get requests again: all after a success, else what went back or was never touched.
+
+    Never those ``elsewhere``, in another run's hands: that run may have drained them.
+    """
     if failure.get("going_back"):
         return []
-    if stage in STAGES and STAGES.index(stage) < STAGES.index("changing"):
-        return [name for name in services if name in (work.get("running") or [])]
-    return [name for name, state in back.items() if state != "stopped" and name in services]
+    if not failure:
+        names = list(services)
+    elif stage in STAGES and STAGES.index(stage) < STAGES.index("changing"):
+        names = [name for name in services if name in (work.get("running") or [])]
+    else:
+        names = [name for name, state in back.items() if state not in ("stopped", "overtaken") and name in services]
+    taken = set(elsewhere)
+    return [name for name in names if name not in taken]
 
 
 def wave_failed(hostvars: Mapping[str, Any], hosts: Iterable[str], on_unreachable: Optional[str] = None) -> bool:
@@ -285,21 +458,26 @@ def _usual_wave(
     return sorted(took)[len(took) // 2] if took else None
 
 
-def outcome(failure: Mapping[str, Any], work: Mapping[str, Any], back: Mapping[str, str]) -> dict[str, str]:
-    """``{state, text}`` of a host at the end of its wave.
+def outcome(
+    failure: Mapping[str, Any], work: Mapping[str, Any], back: Mapping[str, str], notes: Sequence[str] = ()
+) -> dict[str, str]:
+    """``{state, text}`` of a host at the end of its wave; ``notes`` are told with it.
 
     ``done``, ``unchanged``, ``went_back`` (serves its last good revision), ``stopped`` (had none), ``failed`` (was not
-    changed, or what was changed still serves), ``lost`` (cannot be reached), ``down`` (could not go back).
+    changed, or what was changed still serves), ``lost`` (cannot be reached), ``down`` (could not go back),
+    ``overtaken`` (left to another run that works on it).
     """
     if not failure:
-        return {"state": "done" if work.get("needed") else "unchanged", "text": ""}
-    if back and not failure.get("going_back"):
+        return {"state": "done" if work.get("needed") else "unchanged", "text": "; ".join(notes)}
+    if is_overtaken(failure):
+        state = "overtaken"
+    elif back and not failure.get("going_back"):
         state = "stopped" if "stopped" in back.values() else "went_back"
     elif failure.get("lost"):
         state = "lost"
     else:
         state = "down" if failure.get("going_back") else "failed"
-    return {"state": state, "text": f"{failure.get('task')}: {failure.get('message')}"}
+    return {"state": state, "text": "; ".join([f"{failure.get('task')}: {failure.get('message')}", *notes])}
 
 
 TOLD = (
@@ -308,6 +486,7 @@ TOLD = (
     ("went_back", "FAILED, serves its last good revision"),
     ("failed", "FAILED"),
     ("lost", "LOST, cannot be reached"),
+    ("overtaken", "OVERTAKEN by another run, left to it"),
     ("done", "done"),
     ("unchanged", "as it should be"),
     ("untouched", "untouched"),
@@ -315,7 +494,7 @@ TOLD = (
 )
 
 
-BAD = ("down", "stopped", "went_back", "failed", "lost")
+BAD = ("down", "stopped", "went_back", "failed", "lost", "overtaken")
 # A host that fails because another member of its instance failed is never the cause.
 FOLLOWS = ", a member of instance "
 

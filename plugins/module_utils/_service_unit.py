@@ -23,7 +23,9 @@ from dataclasses import dataclass, field
 from typing import Any, Callable
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _host_preflight as preflight
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _journal, _libraries
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _unit_file as unit_file
+from ansible_collections.gpufleet.sglang.plugins.module_utils._libraries import library_versions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import Run, RunResult
 from ansible_collections.gpufleet.sglang.plugins.module_utils._secrets_files import (
     CONFIG_NAME,
@@ -41,6 +43,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_store import
     Lock,
     Revision,
     StoreError,
+    StoreLocked,
     UnitStore,
     make_dir,
     process_start,
@@ -53,10 +56,6 @@ ETC = "/etc/gpufleet-sglang"
 RUN = "/run/gpufleet-sglang"
 UNITS = "/etc/systemd/system"
 KEPT_REVISIONS = 5
-_LIBRARIES = re.compile(
-    r"(torch|sglang|sgl-kernel|sglang-kernel|sgl-deep-ep.*|deep-ep|deepep|tokenspeed-deepep|sgl-deep-gemm|deep-gemm"
-    r"|mooncake.*|nixl.*|flashinfer-.*|triton|nvidia-nccl-.*|nvidia-nvshmem-.*)\Z"
-)
 _SENSITIVE = re.compile(r"TOKEN|SECRET|PASSW|API_?KEY|CREDENTIAL", re.IGNORECASE)
 _WRITABLE_ENV = re.compile(
     r"(_CACHE_DIR|_CACHE|_CACHE_ROOT|_CACHE_PATH|_CACHE_HOME|_RECORDER_DIR|_PROFILER_DIR|_STORAGE_DIR|_WORKSPACE_BASE)\Z"
@@ -89,7 +88,8 @@ class Request:
     read_only_paths: list[str] = field(default_factory=list)
     read_write_paths: list[str] = field(default_factory=list)
     accept_problems: list[str] = field(default_factory=list)
-    journal_id: str | None = None
+    run: str | None = None
+    proven: bool = False
     check_mode: bool = False
 
 
@@ -176,34 +176,6 @@ def mask_environment(text: str) -> str:
         name, equals, _value = line.partition("=")
         lines.append(f"{name}=********\n" if equals and _SENSITIVE.search(name) else line)
     return "".join(lines)
-
-
-def site_packages(venv: str) -> list[str]:
-    """Folders with the venv's distributions."""
-    found = glob.glob(os.path.join(glob.escape(venv), "lib*", "python3*", "site-packages"))
-    return sorted({os.path.realpath(path): path for path in found}.values())
-
-
-def library_versions(venv: str) -> dict[str, str]:
-    """``{distribution: version+digest of its files}`` of what an SGLang process depends on; {} without a venv.
-
-    The digest is of RECORD's hashes, so a rebuilt wheel of the same version shows.
-    """
-    found: dict[str, str] = {}
-    for folder in site_packages(venv):
-        for info in glob.glob(os.path.join(glob.escape(folder), "*.dist-info")):
-            name, _dash, version = os.path.basename(info)[: -len(".dist-info")].partition("-")
-            name = re.sub(r"[-_.]+", "-", name).lower()
-            if not _LIBRARIES.match(name):
-                continue
-            try:
-                with open(os.path.join(info, "RECORD"), encoding="utf-8", errors="replace") as stream:
-                    lines = sorted(line for line in stream if "sha256=" in line and ".dist-info/" not in line)
-            except OSError:
-                lines = []
-            digest = hashlib.sha256("".join(lines).encode("utf-8", "replace")).hexdigest()[:12]
-            found[name] = f"{version} {digest}"
-    return found
 
 
 def _venv_of(plan: Mapping[str, Any]) -> str:
@@ -465,13 +437,13 @@ class ServiceUnit:
             raise ServiceError("the environment file does not read back as the plan's environment; please report it")
         meta = {
             "instance": request.instance,
-            "created": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "created": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
             "argv": argv,
             "libraries": libraries,
             "venv": venv,
             "sglang_version": sglang,
             "unit": dict(about),
-            "journal_id": request.journal_id,
+            "journals": [entry["id"] for entry in self._journals(venv) if entry["state"] == _journal.DONE],
             "log_namespace": namespace,
         }
         return Desired(revision, text, env_text, argv, meta, secret_files, user, group, namespace, by_credential)
@@ -880,6 +852,7 @@ class ServiceUnit:
             "started": self._started,
             "stopped": self._stopped,
             "absent": self._absent,
+            "claimed": self._claimed,
             "accepted": self._accepted,
             "rolled_back": self._rolled_back,
             "observed": self._info,
@@ -891,6 +864,8 @@ class ServiceUnit:
             else:
                 with Lock(self.host.path(f"{RUN}/{self.request.instance}.lock")):
                     result = handler()
+        except StoreLocked as error:
+            raise ServiceError(str(error), **self._about_others(), problems=self._all_problems()) from error
         except StoreError as error:
             raise ServiceError(str(error), problems=self._all_problems()) from error
         except ServiceError as error:
@@ -913,6 +888,7 @@ class ServiceUnit:
                 "current": current,
                 "last_good": self.store.pointer("last_good"),
                 "revision": current,
+                "claim": self._public_claim(),
                 "running_revision": seen["revision"],
                 "active_state": seen["state"],
                 "pid": seen["pid"] or None,
@@ -925,7 +901,137 @@ class ServiceUnit:
             **extra,
         )
 
+    # -- runs ----------------------------------------------------------------------------------------------------
+
+    def _runs(self) -> dict[str, Any]:
+        """``{run, user, since, open, current, before, deployed, good}``: who claimed the instance, who deployed what.
+
+        ``current`` and ``before`` (the last good revision) are as the claim found them. ``deployed`` is
+        ``{run, revision}``, ``good`` the run that deployed the last good revision.
+        """
+        return self.store.read_json("run.json") or {}
+
+    def _public_claim(self) -> dict[str, Any] | None:
+        record = self._runs()
+        if not record:
+            return None
+        return {key: record.get(key) for key in ("run", "user", "since", "open", "deployed", "good")}
+
+    def _about_others(self) -> dict[str, Any]:
+        """Details of an error that another run is the cause of."""
+        cause = {"code": "overtaken", "revision": self.current()}
+        return {"cause": cause, "claim": self._public_claim(), "instance": self.request.instance}
+
+    def _overtaken_text(self) -> str:
+        record, current = self._runs(), self.current()
+        by = f" by {record['user']}" if record.get("user") else ""
+        since = f", which began here at {record['since']}" if record.get("since") else ""
+        where = f"revision {current} is current" if current else "no revision is current"
+        return (
+            f"another run{by}{since}, works on instance {self.request.instance} or has changed it meanwhile: {where}. "
+            "This run leaves it as it is; let the other one end, then run the same command again"
+        )
+
+    def _overtaken(self, what: str = "") -> ServiceError:
+        return ServiceError(what + self._overtaken_text(), **self._about_others())
+
+    def _holds(self, record: Mapping[str, Any]) -> bool:
+        """Whether no other run claimed the instance since this one did; always, where no run is named."""
+        return self.request.run is None or record.get("run") == self.request.run
+
+    def _may_leave(self, record: Mapping[str, Any], current: str | None) -> bool:
+        """Whether the current revision is this run's to leave: it deployed it, or holds the claim that found it."""
+        if self.request.run is None:
+            return True
+        deployed = record.get("deployed") or {}
+        mine = deployed.get("run") == self.request.run and deployed.get("revision") == current
+        return mine or (self._holds(record) and record.get("current") == current)
+
+    def _note_deployed(self, revision: str | None) -> None:
+        """What is deployed from here on is this run's; written before it is, so that a failure half-way is, too."""
+        record = self._runs()
+        if self.request.run is None:
+            # By hand, without a run: whoever had claimed the instance has to see that it was changed.
+            record.update(run=None, open=False)
+        record["deployed"] = {"run": self.request.run, "revision": revision}
+        self.store.write_json("run.json", record)
+
+    def _claimed(self) -> dict[str, Any]:
+        current, last_good, record = self.current(), self.store.pointer("last_good"), self._runs()
+        if self.request.revision and self.request.revision != current:
+            raise self._overtaken()
+        if self.request.check_mode:
+            return self._result()
+        self._make_folders()
+        if self.request.proven and current and last_good != current and self.store.read(current):
+            self.store.point("last_good", current)
+            last_good = current
+            record["good"] = (record.get("deployed") or {}).get("run")
+            self.changed = True
+        if record.get("run") != self.request.run:
+            record["before"] = {"revision": last_good, "good": record.get("good")}
+        now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        user = os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
+        record.update(run=self.request.run, user=user, since=now, open=True, current=current)
+        self.store.write_json("run.json", record)
+        return self._result()
+
+    # -- packages --------------------------------------------------------------------------------------------------
+
+    def _journals(self, venv: str) -> list[dict[str, Any]]:
+        """The journal entries of a venv that can be taken back, oldest first; [] and a problem when unreadable."""
+        try:
+            entries = _journal.Journal(self.host.path(f"{STORE}/journal")).entries(venv)
+        except _journal.JournalError as error:
+            self.problems.append(preflight.problem("journal_unreadable", str(error), "warning"))
+            return []
+        return [entry.data for entry in entries if entry.state in (_journal.DONE, *_journal.INTERRUPTED)]
+
+    def _forget_journals(self, venv: str) -> None:
+        """Remove the journal entries of a venv that no stored revision needs any more."""
+        kept = _libraries.kept_for_revisions(self.host.path(f"{STORE}/instances"), venv)
+        if kept is None:
+            return
+        try:
+            entries = _journal.Journal(self.host.path(f"{STORE}/journal")).entries(venv)
+        except _journal.JournalError as error:
+            self.problems.append(preflight.problem("journal_unreadable", str(error), "warning"))
+            return
+        for entry in entries:
+            if entry.state == _journal.DONE and all(entry.id in journals for journals in kept):
+                entry.discard()
+
+    def _way_back(self, stored: Revision) -> dict[str, Any]:
+        """``{venv, journals, reason, others}``: how the venv gets the libraries that a revision ran with.
+
+        ``others`` are the further instances on the host that run from the venv or would at boot.
+        """
+        venv = str(stored.meta.get("venv") or "")
+        entries = list(reversed(self._journals(venv)))
+        sites = _libraries.site_packages(self.host.path(venv))
+        present = {**_libraries.snapshot(sites), **_libraries.snapshot(sites, _libraries.touched(entries))}
+        way = _libraries.way_back(present, entries, stored.meta.get("libraries") or {})
+        return {"venv": venv, **way._asdict(), "others": self._sharing(venv) if way.journals else []}
+
+    def _sharing(self, venv: str) -> list[str]:
+        found = []
+        for path in sorted(glob.glob(glob.escape(self.host.path(f"{STORE}/instances")) + "/*")):
+            name = os.path.basename(path)
+            if name == self.request.instance:
+                continue
+            other = ServiceUnit(self.host, Request(instance=name, state="observed"))
+            current = other.current()
+            stored = other.store.read(current) if current else None
+            if stored is None or stored.meta.get("venv") != venv:
+                continue
+            seen = other.observe()
+            if seen["enabled"] or seen["state"] not in ("inactive", "failed"):
+                found.append(name)
+        return found
+
     def _started(self) -> dict[str, Any]:
+        if not self.request.check_mode and not self._holds(self._runs()):
+            raise self._overtaken()
         desired = self.desired()
         seen = self.observe()
         takeover = self._describe_takeover(desired)
@@ -996,12 +1102,15 @@ class ServiceUnit:
                     write_file(self.host.path(path), extra_files[path], 0o644)
                 if takeover:
                     self._remember_takeover(takeover)
+                self._note_deployed(desired.revision)
                 self._swap(staged)
             except OSError as error:
                 raise ServiceError(
                     f"the unit of {self.request.instance} could not be written ({error}); what runs is unchanged"
                 ) from error
             self.changed = True
+        elif needs["start"] or needs["restart"]:
+            self._note_deployed(desired.revision)
         self.systemd.must("daemon-reload")
         self._enable()
         if takeover and takeover["unit"] != self.unit:
@@ -1061,6 +1170,8 @@ class ServiceUnit:
         left = preflight.cgroup_processes(f"/system.slice/{self.unit}", self.host.sys_cgroup)
         if self.request.check_mode:
             self.changed = running or bool(left)
+        elif not self._may_leave(self._runs(), self.current()):
+            raise self._overtaken()
         else:
             self._stop()
         return self._result(needs={"write": False, "restart": False, "start": False}, stopped_pids=left)
@@ -1104,18 +1215,19 @@ class ServiceUnit:
         return self._result(removed=paths, taken_over=kept, needs={"write": False, "restart": False, "start": False})
 
     def _accepted(self) -> dict[str, Any]:
-        current = self.current()
+        current, record = self.current(), self._runs()
         if current is None or self.store.read(current) is None:
             raise ServiceError(
                 f"{self.unit} is on no stored revision, so there is nothing to accept; run state started"
             )
+        if self.request.revision and self.request.revision != current:
+            raise self._overtaken(f"revision {self.request.revision} was to be accepted, {current} is current; ")
         seen = self.observe()
         if seen["state"] != "active" or seen["revision"] != current:
-            raise ServiceError(
-                f"{self.unit} is {seen['state']} on revision {seen['revision']}, not running {current}: not accepted"
-            )
-        if self.request.revision and self.request.revision != current:
-            raise ServiceError(f"revision {self.request.revision} was to be accepted, {current} is current")
+            told = f"{self.unit} is {seen['state']} on revision {seen['revision']}, not running {current}: not accepted"
+            if self.request.run is not None and record.get("open") and not self._holds(record):
+                raise self._overtaken(told + "; ")
+            raise ServiceError(told)
         changes = self.store.pointer("last_good") != current
         if self.request.check_mode:
             self.changed = changes
@@ -1123,8 +1235,16 @@ class ServiceUnit:
         if changes:
             self.store.point("last_good", current)
             self.changed = True
-        self.store.prune(KEPT_REVISIONS, [current])
+        deployed = record.get("deployed") or {}
+        if deployed.get("revision") == current:
+            record["good"] = deployed.get("run")
+        if self._holds(record) or deployed.get("run") == record.get("run"):
+            record["open"] = False
+        if record != self._runs():
+            self.store.write_json("run.json", record)
+        self.store.prune(KEPT_REVISIONS, [current, (record.get("before") or {}).get("revision")])
         self._remove_stale_files(current)
+        self._forget_journals(str((self.store.read(current) or Revision("", "", "", {})).meta.get("venv") or ""))
         return self._result()
 
     def _remove_stale_files(self, current: str) -> None:
@@ -1142,12 +1262,37 @@ class ServiceUnit:
     def _secret_lines(self, text: str) -> list[str]:
         return [line for line in text.splitlines() if f"{self.etc}/secrets/" in line or f"{self.etc}/service/" in line]
 
+    def _target(self, record: Mapping[str, Any], current: str | None) -> tuple[str | None, bool]:
+        """The revision to go back to, and whether ``last_good`` has to move back with it.
+
+        After a run accepted what it deployed, the last good revision is the one that it found: another rank of the
+        instance may have failed at this.
+        """
+        last_good = self.store.pointer("last_good")
+        if self.request.revision:
+            return self.request.revision, False
+        deployed = {"run": self.request.run, "revision": current}
+        mine = self.request.run is not None and record.get("deployed") == deployed
+        if mine and self._holds(record) and last_good == current and "before" in record:
+            return record["before"]["revision"], True
+        return last_good, False
+
+    def _leave_good(self, record: dict[str, Any], target: str | None) -> None:
+        """``last_good`` as it was before this run accepted its own revision; first of all, a cut may follow."""
+        self.store.point("last_good", target)
+        record["good"] = (record.get("before") or {}).get("good")
+        self.store.write_json("run.json", record)
+
     def _rolled_back(self) -> dict[str, Any]:
-        target = self.request.revision or self.store.pointer("last_good")
-        current, seen = self.current(), self.observe()
+        record, current, seen = self._runs(), self.current(), self.observe()
         none = {"write": False, "restart": False, "start": False}
+        if not self._may_leave(record, current):
+            return self._result(needs=none, overtaken=self._overtaken_text())
+        target, leaves_good = self._target(record, current)
+        if leaves_good and not self.request.check_mode:
+            self._leave_good(record, target)
         if target is None:
-            if self.store.problems and os.path.lexists(f"{self.store.path}/last_good"):
+            if not leaves_good and self.store.problems and os.path.lexists(f"{self.store.path}/last_good"):
                 raise ServiceError(
                     f"last_good of {self.request.instance} is damaged: {self.store.problems[-1]['message']}; "
                     "name a revision (state observed lists them)"
@@ -1167,13 +1312,17 @@ class ServiceUnit:
             for name in sorted({*libraries, *present})
             if libraries.get(name) != present.get(name)
         ]
+        packages = self._way_back(stored)
         if changed_libraries:
+            mend = packages["reason"] or (
+                f"restore them (backend_packages, state restored, journal_ids {', '.join(packages['journals'])})"
+            )
             self.problems.append(
                 preflight.problem(
                     "libraries_differ",
                     "the venv has other libraries than when this revision ran: "
                     + ", ".join(str(item["name"]) for item in changed_libraries)
-                    + "; restore them (backend_packages, state restored)",
+                    + f"; {mend}",
                     "warning",
                 )
             )
@@ -1194,12 +1343,17 @@ class ServiceUnit:
             else None,
             "rolled_back_from": current if current != target else None,
             "libraries_differ": changed_libraries,
-            "journal_id": stored.meta.get("journal_id"),
+            "packages": packages,
             "log_namespace": stored.meta.get("log_namespace"),
         }
         if self.request.check_mode:
             self.changed = any(needs.values())
             return self._result(**extra)
+        if self.request.run is not None:
+            # What runs from here on is this run's again, whoever claimed the instance meanwhile.
+            self.store.write_json("run.json", {**self._runs(), "run": self.request.run, "open": True})
+        if any(needs.values()):
+            self._note_deployed(target)
         if needs["write"]:
             self._swap(stored)
             self.changed = True
@@ -1246,6 +1400,7 @@ class ServiceUnit:
                 "created": item.meta.get("created"),
                 "argv": item.meta["argv"],
                 "libraries": item.meta.get("libraries"),
+                "journals": item.meta.get("journals") or [],
                 "sglang_version": item.meta.get("sglang_version"),
                 "current": item.revision == current,
                 "last_good": item.revision == last_good,

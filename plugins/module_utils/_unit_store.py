@@ -9,6 +9,7 @@ Layout of ``<base>/<instance>``::
     current                                     the revision that the unit file was last swapped to
     last_good                                   the revision that was ready last
     takeover.json                               the unit that was replaced, and how to put it back
+    run.json                                    which run works on the instance, and which one deployed what is current
 
 The truth about what boots is the unit file itself; it names its revision, and files of a revision never change.
 """
@@ -235,6 +236,10 @@ class UnitStore:
         target = self._revision_path(revision)
         known = self.read(revision)
         if known is not None and (known.unit, known.env) == (unit, env):
+            if known.meta.get("journals") != meta.get("journals"):
+                # The same libraries by another way.
+                known.meta["journals"] = meta.get("journals")
+                write_file(os.path.join(target, "meta.json"), json.dumps(known.meta, indent=1, sort_keys=True))
             return known
         make_dir(self.path, 0o700)
         parent = os.path.dirname(target)

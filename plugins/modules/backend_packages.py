@@ -78,6 +78,13 @@ options:
       - For O(state=restored), the entry to go back before; later ones of the same venv are taken back too. When left
         out, what was interrupted is taken back, else the newest entry.
     type: str
+  journal_ids:
+    description:
+      - For O(state=restored), exactly these entries. Refused when the venv was changed since, by another entry or by
+        hand, and when a process has one of the files mapped.
+    type: list
+    elements: str
+    default: []
   allow_changes:
     description: Distributions that may change although no step names them or although they are protected.
     type: list
@@ -92,7 +99,9 @@ options:
     type: int
     default: 60
   keep_journals:
-    description: How many entries of a venv are kept for O(state=restored).
+    description:
+      - How many entries of a venv are kept for O(state=restored).
+      - Beyond them, entries are kept that lead back to a stored revision of M(gpufleet.sglang.service_unit).
     type: int
     default: 5
   refuse_in_use:
@@ -203,6 +212,7 @@ def main() -> None:
             "manage_system_packages": {"type": "bool", "default": False},
             "state": {"type": "str", "choices": ["applied", "restored"], "default": "applied"},
             "journal_id": {"type": "str"},
+            "journal_ids": {"type": "list", "elements": "str", "default": []},
             "allow_changes": {"type": "list", "elements": "str", "default": []},
             "timeout": {"type": "int", "default": 1800},
             "lock_wait": {"type": "int", "default": 60},

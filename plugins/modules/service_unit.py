@@ -29,10 +29,14 @@ options:
       - V(absent) removes unit, environment, secrets and revisions. Weights and caches stay unless O(purge).
       - V(accepted) remembers the running revision as the last good one.
       - V(rolled_back) goes back to O(revision) or to the last good one and starts it. When no revision was ever
-        accepted, the service is stopped and disabled, and a unit that was taken over runs again.
+        accepted, the service is stopped and disabled, and a unit that was taken over runs again. Packages are not
+        restored by this module; RV(packages) says which journals of M(gpufleet.sglang.backend_packages) to take back
+        first, while the service is stopped.
+      - V(claimed) notes that O(run) is about to change the instance. A run that claimed it before can then neither stop
+        nor start it any more. Refused when O(revision) is not the current one.
       - V(observed) only tells what is there.
     type: str
-    choices: [started, stopped, absent, accepted, rolled_back, observed]
+    choices: [started, stopped, absent, claimed, accepted, rolled_back, observed]
     default: started
   plan:
     description: The plan that M(gpufleet.sglang.launch_plan) returned. Needed for O(state=started).
@@ -51,8 +55,23 @@ options:
     type: str
   revision:
     description:
-      - The revision to go back to, for O(state=rolled_back), or the one that must be running, for O(state=accepted).
+      - For O(state=rolled_back), the revision to go back to.
+      - For O(state=accepted), the one that must be running; for O(state=claimed), the one that must be current.
     type: str
+  run:
+    description:
+      - The run on whose behalf this is done; any text that no other run has.
+      - V(started) and V(stopped) are then refused once another run claimed the instance. V(rolled_back) leaves only a
+        revision that this run deployed, or found when it claimed the instance; otherwise it touches nothing and
+        returns RV(overtaken). After V(accepted) it goes back to what was the last good revision before.
+      - There is no time limit, and what a killed run claimed hinders nobody, the last claim counts.
+    type: str
+  proven:
+    description:
+      - With O(state=claimed), the current revision becomes the last good one, since another rank of the same
+        deployment was accepted already.
+    type: bool
+    default: false
   purge:
     description: With O(state=absent), also remove the instance's own state and cache folders. Weights elsewhere stay.
     type: bool
@@ -82,11 +101,6 @@ options:
     type: list
     elements: str
     default: []
-  journal_id:
-    description:
-      - The journal of M(gpufleet.sglang.backend_packages) that belongs to this revision.
-      - Returned when it is rolled back to.
-    type: str
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
 attributes:
@@ -232,10 +246,30 @@ libraries_differ:
   type: list
   elements: dict
   returned: for rolled_back
-journal_id:
-  description: The O(journal_id) that the revision was deployed with.
+packages:
+  description:
+    - How the venv gets the libraries that the revision ran with.
+    - C(journals) are those of M(gpufleet.sglang.backend_packages) to be taken back, newest first. C(reason) says why
+      there is no way, and is empty where there is one or none is needed.
+    - C(others) are further instances of the host that run from the same venv.
+  type: dict
+  returned: for rolled_back, when there is a revision to go back to
+  sample: {venv: /opt/sglang/venv, journals: [20261130T231244Z-d30ebf8a], reason: "", others: []}
+overtaken:
+  description: That another run changed the instance meanwhile, and that nothing was touched.
   type: str
-  returned: for rolled_back
+  returned: for rolled_back, when it is so
+claim:
+  description: The run that claimed the instance last, and the one that deployed its current revision.
+  type: dict
+  returned: always
+  sample:
+    run: "1764551234.5"
+    user: ops
+    since: "2026-11-30T23:12:44Z"
+    open: true
+    deployed: {run: "1764551234.5", revision: 5f0c9a1be27d44e3}
+    good: "1764500000.1"
 revisions:
   description: The stored revisions, oldest first.
   type: list
@@ -271,7 +305,7 @@ def main() -> None:
             "instance": {"type": "str", "default": "default"},
             "state": {
                 "type": "str",
-                "choices": ["started", "stopped", "absent", "accepted", "rolled_back", "observed"],
+                "choices": ["started", "stopped", "absent", "claimed", "accepted", "rolled_back", "observed"],
                 "default": "started",
             },
             "plan": {"type": "dict"},
@@ -284,9 +318,10 @@ def main() -> None:
             "read_only_paths": {"type": "list", "elements": "path", "default": []},
             "read_write_paths": {"type": "list", "elements": "path", "default": []},
             "accept_problems": {"type": "list", "elements": "str", "default": []},
-            "journal_id": {"type": "str"},
+            "run": {"type": "str"},
+            "proven": {"type": "bool", "default": False},
         },
-        required_if=[("state", "started", ["plan"])],
+        required_if=[("state", "started", ["plan"]), ("state", "claimed", ["run"])],
         supports_check_mode=True,
     )
     if os.geteuid() != 0:

@@ -732,3 +732,38 @@ def test_what_a_killed_run_left_running_is_ended_first(tmp_path, house, venv):
         assert apply(tmp_path, venv, [])["recovered"] == [entry.id]
         assert orphan.wait(10) == -signal.SIGKILL
     assert (site(venv) / "moon" / "engine.py").read_text() == "VARIANT = 'cu13'\n"
+
+
+def test_exactly_the_named_journals_go_back_or_none(tmp_path, house, venv):
+    first = apply(tmp_path, venv, INSTALL_13)["journal_id"]
+    second = apply(tmp_path, venv, remedies(step("pip_install", "moon-cu13==1.1")))["journal_id"]
+    there = picture(venv)
+    with pytest.raises(bp.Failure, match=f"was changed since by {second}") as refused:
+        restore(tmp_path, venv, journal_ids=[first])
+    assert refused.value.fields["code"] == "journal_not_newest" and picture(venv) == there
+    with pytest.raises(bp.Failure, match="no journal nope"):
+        restore(tmp_path, venv, journal_ids=["nope"])
+    assert restore(tmp_path, venv, journal_ids=[second, first])["changed"]
+    assert not restore(tmp_path, venv, journal_ids=[second, first])["changed"], "when it was interrupted, once more"
+    nothing_left(tmp_path, venv)
+
+
+def test_packages_changed_by_hand_are_not_taken_back_by_name(tmp_path, house, venv):
+    entry = apply(tmp_path, venv, INSTALL_13)["journal_id"]
+    pip = ["-m", "pip", "--python", str(venv / "bin" / "python"), "install", "-q", "--no-index", "--no-deps"]
+    subprocess.run([sys.executable, *pip, str(house / "moon_cu13-1.1-py3-none-any.whl")], check=True)
+    there = picture(venv)
+    with pytest.raises(bp.Failure, match=f"moon-cu13 is not as journal {entry} left it") as refused:
+        restore(tmp_path, venv, journal_ids=[entry])
+    assert refused.value.fields["code"] == "changed_since" and picture(venv) == there
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="stored revisions are root's")
+def test_entries_that_lead_back_to_a_stored_revision_are_kept(tmp_path, house, venv):
+    meta = tmp_path / "state" / "instances" / "default" / "revisions" / ("0" * 16) / "meta.json"
+    meta.parent.mkdir(parents=True)
+    for number in range(4):
+        meta.write_text(json.dumps({"venv": str(venv), "journals": ["n0"]}))
+        wanted = f"moon-cu13=={'1.0' if number % 2 else '1.1'}"
+        apply(tmp_path, venv, remedies(step("pip_install", wanted)), keep_journals=1, journal_id=f"n{number}")
+    assert sorted(os.listdir(tmp_path / "state" / "journal")) == ["n1", "n2", "n3"], "the revision ran with n0"

@@ -176,7 +176,8 @@ def test_only_what_this_run_changed_is_taken_back():
         {"changed": True, "journal_id": "j1", "item": {"key": "/v"}},
         {"changed": False, "journal_id": "j0", "item": {"key": "/w"}},
     ]
-    assert _journey.applied_journals(results) == {"/v": "j1"}
+    assert _journey.applied_journals(results, {}) == {"/v": ["j1"]}
+    assert _journey.applied_journals(results, {"/v": ["j0"], "/x": ["j2"]}) == {"/v": ["j0", "j1"], "/x": ["j2"]}
 
 
 def test_secrets_of_an_instance_win_over_the_shared_ones():

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _host_preflight, _unit_store
+from ansible_collections.gpufleet.sglang.plugins.module_utils._libraries import library_versions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._run import RunResult
 from ansible_collections.gpufleet.sglang.plugins.module_utils._service_unit import (
     Host,
     Request,
     ServiceError,
     ServiceUnit,
-    library_versions,
     mask_environment,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd_quote import parse_environment_file
@@ -259,13 +259,206 @@ def test_accepting_what_does_not_run_is_refused(machine: Machine) -> None:
     assert machine("accepted", revision=first["revision"])["changed"]
 
 
-def test_rollback_tells_which_libraries_are_others(machine: Machine) -> None:
-    machine(plan=plan(), journal_id="j1")
+def journal(machine: Machine, name: str, **entry: Any) -> Path:
+    """A journal entry of packages, as backend_packages leaves it."""
+    folder = machine.root / "var/lib/gpufleet-sglang/journal" / name
+    folder.mkdir(parents=True)
+    made = {"id": name, "venv": VENV, "sequence": len(list(folder.parent.iterdir())), "state": "done", **entry}
+    (folder / "entry.json").write_text(json.dumps(made))
+    return folder
+
+
+def swap_library(machine: Machine, entry: str, version: str) -> None:
+    """Another torch, with the journal that leads back."""
+    before = library_versions(str(machine.root / "opt/venv"))
+    machine.library("torch", version, version)
+    after = library_versions(str(machine.root / "opt/venv"))
+    journal(machine, entry, names=["torch"], before={"torch": before["torch"]}, after={"torch": after["torch"]})
+
+
+def test_rollback_names_the_journals_that_lead_back(machine: Machine) -> None:
+    first = machine(plan=plan())
     machine("accepted")
-    machine.library("torch", "2.15.0", "dddd")
-    machine(plan=plan(), journal_id="j2")
+    swap_library(machine, "j1", "2.15.0")
+    swap_library(machine, "j2", "2.16.0")
+    machine(plan=plan())
+    back = machine("rolled_back", check_mode=True)
+    assert [item["name"] for item in back["libraries_differ"]] == ["torch"]
+    assert back["packages"] == {"venv": VENV, "journals": ["j2", "j1"], "reason": "", "others": []}
+    assert "journal_ids j2, j1" in back["problems"][-1]["message"]
+    machine.library("torch", "2.14.1", "aaaa")
+    for entry in ("j1", "j2"):
+        path = machine.root / "var/lib/gpufleet-sglang/journal" / entry / "entry.json"
+        path.write_text(path.read_text().replace('"done"', '"restored"'))
     back = machine("rolled_back")
-    assert [item["name"] for item in back["libraries_differ"]] == ["torch"] and back["journal_id"] == "j1"
+    assert back["current"] == first["revision"] and back["libraries_differ"] == [] and not back["packages"]["journals"]
+
+
+def test_packages_that_somebody_else_changed_have_no_way_back(machine: Machine) -> None:
+    machine(plan=plan())
+    machine("accepted")
+    swap_library(machine, "j1", "2.15.0")
+    machine(plan=plan())
+    machine.library("torch", "2.17.0", "by hand")
+    back = machine("rolled_back", check_mode=True)
+    assert back["packages"]["journals"] == [] and "torch is not as journal j1 left it" in back["packages"]["reason"]
+    journal(machine, "j2", names=["nixl"], before={}, after={})
+    machine.library("torch", "2.15.0", "2.15.0")
+    machine.library("sglang", "0.6.0", "by hand")
+    assert "no journal leads" in machine("rolled_back", check_mode=True)["packages"]["reason"]
+
+
+def test_another_instance_on_the_venv_is_named(machine: Machine) -> None:
+    machine(plan=plan())
+    machine("accepted")
+    host = machine.request().host
+    other = Request(instance="other", state="started", plan=plan(instance="other"), accept_problems=["port_taken"])
+    ServiceUnit(host, other).apply()
+    swap_library(machine, "j1", "2.15.0")
+    machine(plan=plan())
+    assert machine("rolled_back", check_mode=True)["packages"]["others"] == ["other"]
+    ServiceUnit(host, Request(instance="other", state="absent")).apply()
+    assert machine("rolled_back", check_mode=True)["packages"]["others"] == []
+
+
+def test_journals_are_kept_as_long_as_a_revision_needs_them(machine: Machine) -> None:
+    folder = machine.root / "var/lib/gpufleet-sglang/journal"
+    machine(plan=plan())
+    machine("accepted")
+    swap_library(machine, "j1", "2.15.0")
+    for number in range(5):
+        revision = machine(plan=plan("--step", str(number)))["revision"]
+        machine("accepted")
+        stored = machine.request().store.read(revision)
+        assert stored is not None and stored.meta["journals"] == ["j1"]
+        assert (folder / "j1").exists() == (number < 4), "the fifth pushes out the revision from before the change"
+    swap_library(machine, "j2", "2.16.0")
+    machine("accepted")
+    assert (folder / "j2").exists(), "no revision runs with it yet"
+
+
+def test_the_same_libraries_by_another_journal_are_the_same_revision(machine: Machine) -> None:
+    swap_library(machine, "j1", "2.15.0")
+    first = machine(plan=plan())
+    shutil.rmtree(machine.root / "var/lib/gpufleet-sglang/journal/j1")
+    machine.library("torch", "2.14.1", "aaaa")
+    machine(plan=plan())
+    swap_library(machine, "j3", "2.15.0")
+    again = machine(plan=plan())
+    stored = machine.request().store.read(again["revision"])
+    assert again["revision"] == first["revision"] and stored is not None and stored.meta["journals"] == ["j3"]
+
+
+def test_a_run_goes_back_only_from_what_it_deployed(machine: Machine) -> None:
+    good = machine(plan=plan())["revision"]
+    machine("accepted")
+    machine("claimed", run="a", revision=good)
+    mine = machine(plan=plan("--a"), run="a")["revision"]
+    machine("claimed", run="b", revision=mine)
+    theirs = machine(plan=plan("--b"), run="b")
+    back = machine("rolled_back", run="a")
+    assert "another run" in back["overtaken"] and theirs["revision"] in back["overtaken"]
+    assert not back["changed"] and back["pid"] == theirs["pid"] and back["current"] == theirs["revision"]
+    with pytest.raises(ServiceError, match="was to be accepted") as refused:
+        machine("accepted", run="a", revision=mine)
+    assert refused.value.details["cause"]["code"] == "overtaken"
+    assert machine("rolled_back", run="b")["current"] == good
+    assert machine("rolled_back", run="b")["current"] == good, "and again, when it was interrupted"
+
+
+@pytest.mark.parametrize("state", ["started", "stopped"])
+def test_a_run_that_was_overtaken_touches_nothing(machine: Machine, state: str) -> None:
+    good = machine(plan=plan())
+    machine("accepted")
+    machine("claimed", run="a", revision=good["revision"])
+    machine("claimed", run="b", revision=good["revision"])
+    with pytest.raises(ServiceError, match=r"another run by .* works on instance default") as refused:
+        machine(state, run="a", plan=plan("--a"))
+    assert refused.value.details["cause"] == {"code": "overtaken", "revision": good["revision"]}
+    assert refused.value.details["claim"]["run"] == "b"
+    assert machine("observed")["pid"] == good["pid"]
+    assert machine("rolled_back", run="a")["overtaken"], "it had deployed nothing, so there is nothing to go back from"
+    machine("stopped", run="b")
+    assert machine(plan=plan("--b"), run="b")["active_state"] == "active"
+
+
+def test_a_claim_on_what_was_changed_meanwhile_is_refused(machine: Machine) -> None:
+    seen = machine(plan=plan())["revision"]
+    machine(plan=plan("--b"), run=None)
+    with pytest.raises(ServiceError, match="another run"):
+        machine("claimed", run="a", revision=seen)
+    assert not machine("observed")["claim"]["open"]
+
+
+def test_a_run_that_deployed_goes_back_although_another_one_has_claimed_the_host(machine: Machine) -> None:
+    """The other one then finds that it was overtaken, and nothing stays on a revision that nobody proved."""
+    good = machine(plan=plan())["revision"]
+    machine("accepted")
+    machine("claimed", run="a", revision=good)
+    bad = machine(plan=plan("--a"), run="a")["revision"]
+    machine("claimed", run="b", revision=bad)
+    assert machine("rolled_back", run="a")["current"] == good
+    with pytest.raises(ServiceError, match="another run"):
+        machine(plan=plan("--b"), run="b")
+
+
+def test_going_back_after_an_accept_takes_last_good_along(machine: Machine) -> None:
+    good = machine(plan=plan())["revision"]
+    machine("accepted")
+    machine("claimed", run="a", revision=good)
+    new = machine(plan=plan("--a"), run="a")["revision"]
+    assert machine("accepted", run="a", revision=new)["last_good"] == new
+    back = machine("rolled_back", run="a")
+    assert (back["current"], back["last_good"]) == (good, good)
+    machine("claimed", run="c", revision=good)
+    assert machine("rolled_back", run="c")["current"] == good
+
+
+def test_going_back_after_the_accept_of_a_first_deploy_stops(machine: Machine) -> None:
+    machine("claimed", run="a")
+    new = machine(plan=plan(), run="a")["revision"]
+    machine("accepted", run="a", revision=new)
+    back = machine("rolled_back", run="a")
+    assert (back["active_state"], back["enabled"], back["last_good"]) == ("inactive", False, None)
+
+
+def test_the_revision_from_before_the_claim_outlives_the_accept(machine: Machine) -> None:
+    good = machine(plan=plan())["revision"]
+    machine("accepted")
+    for number in range(6):
+        machine(plan=plan("--never-good", str(number)))
+    machine("claimed", run="a")
+    machine(plan=plan("--a"), run="a")
+    machine("accepted", run="a")
+    assert machine("rolled_back", run="a")["current"] == good
+
+
+def test_a_rank_learns_that_another_one_of_its_deployment_was_accepted(machine: Machine) -> None:
+    machine(plan=plan())
+    machine("accepted")
+    machine("claimed", run="a")
+    new = machine(plan=plan("--a"), run="a")["revision"]
+    machine("claimed", run="b", revision=new, proven=True)
+    seen = machine("observed")
+    assert seen["last_good"] == new and seen["claim"]["good"] == "a"
+    machine(plan=plan("--b"), run="b")
+    assert machine("rolled_back", run="b")["current"] == new
+
+
+def test_accept_closes_a_claim_only_of_the_run_that_deployed(machine: Machine) -> None:
+    good = machine(plan=plan())["revision"]
+    machine("claimed", run="b", revision=good)
+    assert machine("accepted", run="a", revision=good)["claim"]["open"], "b has yet to change it"
+    new = machine(plan=plan("--b"), run="b")["revision"]
+    assert not machine("accepted", run="a", revision=new)["claim"]["open"]
+
+
+def test_a_lock_that_another_run_holds_is_told_as_such(machine: Machine) -> None:
+    machine(plan=plan())
+    lock = _unit_store.Lock(str(machine.root / "run/gpufleet-sglang/default.lock"))
+    with lock, pytest.raises(ServiceError, match="another run works on this instance") as refused:
+        machine("rolled_back", run="a")
+    assert refused.value.details["cause"]["code"] == "overtaken"
 
 
 def test_first_deploy_that_fails(machine: Machine) -> None:
