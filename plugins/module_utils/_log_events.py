@@ -120,8 +120,15 @@ _NOISE = re.compile(
 )
 _BAR = re.compile(
     r"(?P<label>[A-Za-z][^|%]{0,120}?)[:\s]*?(?P<percent>\d{1,3})%\s*(?:Completed)?\s*\|.{0,200}?"
-    r"(?P<done>\d+)/(?P<total>\d+)(?:\s*\[(?P<times>[^\]]{0,80})\])?"
+    r"(?P<done>\d+(?:\.\d+)?)(?P<unit>[kKMGT]?)i?B?/(?P<total>\d+(?:\.\d+)?)(?P<whole>[kKMGT]?)i?B?(?![\w.])"
+    r"(?:\s*\[(?P<times>[^\]]{0,80})\])?"
 )
+# What ninja prints while it compiles an extension.
+_NINJA = re.compile(
+    r"^\[(?P<done>\d{1,6})/(?P<total>\d{1,6})\] "
+    r"(?:[^\n]{0,200}?(?:nvcc|c\+\+|g\+\+|gcc|clang|cicc|ptxas))(?:\s|$)"
+)
+_SCALE = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
 _RATE = re.compile(r"([\d.]+\s*(?:s/it|it/s|[kMG]?i?B/s))")
 
 _PLAIN: tuple[tuple[str, Any], ...] = (
@@ -153,7 +160,7 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
         re.compile(
             r"DeepGEMM JIT|JIT Pre-?Compil|JIT Compil|Torch adapter (?:with JIT|JIT build)|Building the Torch "
             r"adapter|(?:Compiling|Building|Warming up).{0,60}kernel|[Aa]utotun|torch\.compile|Inductor|"
-            r"precompil|DeepGEMM warmup",
+            r"precompil|DeepGEMM warmup|[Bb]egins? to compile|flashinfer\.jit: (?:Building|Compil)|cute\.compile",
             re.I,
         ),
     ),
@@ -161,14 +168,24 @@ _PLAIN: tuple[tuple[str, Any], ...] = (
         "graph_capture",
         re.compile(
             r"Capture (?:cuda|CPU|prefill|decode|piecewise|draft|target)[\w -]*(?:graph)?[\w -]* begin|"
-            r"Capturing (?:batches|num tokens|cuda graph)",
+            r"Capturing (?:batches|num tokens|cuda graph)|Registering \d+ cuda graph addresses",
             re.I,
         ),
     ),
     ("graph_capture_end", re.compile(r"Capture .{0,40}graph.{0,20} end", re.I)),
     ("engine_ready", re.compile(r"max_total_num_tokens=|Dummy health check server started")),
-    ("http_up", re.compile(r"Uvicorn running on|Application startup complete")),
-    ("served", re.compile(r"The server is fired up and ready to roll")),
+    (
+        "http_up",
+        re.compile(
+            r"Uvicorn running on|Application startup complete|Start of (?:pd |\w+ )?disaggregation .{0,20}warmup"
+        ),
+    ),
+    (
+        "served",
+        re.compile(
+            r"The server is fired up and ready to roll|End of \w+ disaggregation .{0,20}warmup with status 200", re.I
+        ),
+    ),
     ("batch", re.compile(r"(?:Prefill|Decode) batch[,.\[ ]")),
     ("download", re.compile(r"Fetching \d+ files|Downloading (?:shards|bytes)|download.{0,20}\bweights", re.I)),
 )
@@ -195,18 +212,40 @@ WARMING = frozenset(("jit", "graph_capture", "graph_capture_end", "http_up", "en
 LOADING = frozenset(("dist_init", "dist_init_end", "weights", "weights_end", "memory_pool", "download"))
 
 
+def _count(number: str, unit: str) -> int:
+    """A bar's figure; bytes in millions of them."""
+    value = float(number[:12])
+    return int(value * 1000.0 ** (_SCALE[unit] - 2)) if unit else int(value)
+
+
 def _bar(text: str) -> Optional[Event]:
-    if "%" not in text or "/" not in text:
+    if "/" not in text:
+        return None
+    ninja = _NINJA.match(text[:400])
+    if ninja:
+        done, total = int(ninja.group("done")), int(ninja.group("total"))
+        percent = done * 100 // total if total else 101
+        return (
+            {"kind": "jit", "label": "ninja", "percent": percent, "done": done, "total": total}
+            if percent <= 100
+            else None
+        )
+    if "%" not in text:
         return None
     match = _BAR.search(text[:1000])
     if not match:
         return None
-    percent, done, total = int(match.group("percent")), int(match.group("done")[:12]), int(match.group("total")[:12])
+    percent = int(match.group("percent"))
+    sized = bool(match.group("unit") or match.group("whole"))
+    done, total = _count(match.group("done"), match.group("unit")), _count(match.group("total"), match.group("whole"))
     label = match.group("label").strip().rstrip(":")
     if percent > 100 or done > total:
         return None
     low = label.lower()
-    if "shard" in low or "weight" in low or "checkpoint" in low or "loading" in low:
+    if sized:
+        # Bytes are counted where something comes over the network; a file's name may say anything.
+        kind = "download"
+    elif "shard" in low or "weight" in low or "checkpoint" in low or "loading" in low:
         kind = "weights"
     elif "captur" in low or "graph" in low:
         kind = "graph_capture"

@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._log_events import describe, parse_line
+from ansible_collections.gpufleet.sglang.plugins.module_utils._readiness import Settings, judge, new_memory
 from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_file import (
     parse_size,
     parse_unit,
@@ -214,3 +216,50 @@ def test_a_shells_path_is_not_the_services() -> None:
 )  # fmt: skip
 def test_sizes_as_systemd_reads_them(text: str, size: Any) -> None:
     assert parse_size(text) == size
+
+
+# ---- readiness
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "done"),
+    [
+        ("model.safetensors:  35%|###       | 1.23G/3.50G [00:10<00:20, 100MB/s]", "download", 1230),
+        ("model.safetensors:  12%|#         | 512M/4.30G [00:10<00:20, 100MB/s]", "download", 512),
+        ("Fetching 30 files:  33%|###       | 10/30 [00:14<00:26,  1.4s/it]", "download", 10),
+        ("[2/7] /usr/local/cuda/bin/nvcc -c x.cu -o x.cuda.o", "jit", 2),
+        ("[1/4] c++ -MMD -MF x.o.d", "jit", 1),
+        ("[3/3] hello world", None, None),
+        ("tilelang: TileLang begins to compile kernel `main`", "jit", None),
+        ("[2026-06-01 10:00:00] Start of pd disaggregation warmup ...", "http_up", None),
+        ("[2026-06-01 10:00:00] End of prefill disaggregation mode warmup with status 200, resp: {}", "served", None),
+        ("[2026-06-01 10:00:00] End of prefill disaggregation mode warmup with status 500, resp: {}", None, None),
+    ],
+)
+def test_signs_of_progress(line: str, kind: str | None, done: int | None) -> None:
+    event = parse_line(line)
+    assert (event or {}).get("kind") == kind
+    assert (event or {}).get("done") == done
+    assert kind is None or "{" not in describe(event or {})
+
+
+def test_a_download_of_one_large_file_is_progress_and_a_halted_one_is_not() -> None:
+    up = {"load_state": "loaded", "active_state": "active", "sub_state": "running", "n_restarts": 0}
+
+    def wait(moves: bool) -> tuple[str, float]:
+        memory, verdict, at = new_memory(), None, 0.0
+        judged = Settings(timeout=300, stall_timeout=120, hard_timeout=3600)
+        for turn in range(100):
+            at = 20.0 * turn
+            size = 1 + (turn if moves else 0) * 0.02
+            line = f"model.safetensors:  {int(size * 20)}%|#    | {size:.2f}G/5.00G [00:10<00:20, 1MB/s]"
+            seen = {"at": at, "unit": up, "process": {"alive": True}, "listener": None, "events": [parse_line(line)]}
+            verdict = judge(memory, seen, judged)
+            if verdict.done:
+                break
+        assert verdict is not None
+        return verdict.state, at
+
+    assert wait(moves=True) == ("loading", 1980.0)
+    state, at = wait(moves=False)
+    assert state == "stuck" and at <= 160
