@@ -79,6 +79,7 @@ class Settings(NamedTuple):
     expected_argv: Optional[Sequence[str]] = None
     verify: bool = False
     patience: float = 60.0
+    hold: bool = False
 
     @property
     def generations(self) -> int:
@@ -520,7 +521,8 @@ def _decide(memory: Memory, seen: Observation, settings: Settings, now: float) -
     owned = (seen.get("listener") or {}).get("owned")
     if settings.node_rank > 0:
         if (memory["streak"] >= settings.needed or memory.get("rank_up", 0) >= settings.needed) and owned is not False:
-            return Verdict("ready", True, True, f"rank {settings.node_rank} is alive", None)
+            # Alive is not served: with ``hold`` the caller goes on watching it until rank 0 is ready.
+            return Verdict("ready", True, not settings.hold, f"rank {settings.node_rank} is alive", None)
         if any(event.get("kind") == "engine_ready" for event in seen.get("events") or ()) or memory.get("rank_up"):
             memory["rank_up"] = memory.get("rank_up", 0) + 1
     elif memory["streak"] >= settings.needed and len(memory["generations"]) >= settings.generations:

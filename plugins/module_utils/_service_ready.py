@@ -403,6 +403,8 @@ class Watch:
     def _probe(self, seen: dict[str, Any], now: float) -> None:
         carry, eyes = self.carry, self.eyes
         listener = seen["listener"]
+        if carry.get("held"):
+            return
         if carry["flight"]:
             answer = eyes.collect(carry["flight"])
             if answer is None:
@@ -482,7 +484,7 @@ class Watch:
             verdict = judge(self.carry["memory"], self.look(), self.settings)
             if verdict.done:
                 return verdict, True
-            if not once and self.eyes.now() - began >= slice_seconds:
+            if not once and (verdict.ready or self.eyes.now() - began >= slice_seconds):
                 return verdict, False
             self.eyes.sleep(INTERVAL)
 
@@ -571,8 +573,10 @@ def run_slice(
             if event and event["kind"] == "backend"
         ]
         result["log_backends"] = sorted(set(names))
-    if done:
+    if done or verdict.ready:
+        # A rank that is held has answered enough: from now on only its process is watched.
         eyes.remove(kept["folder"])
+        kept.update(held=verdict.ready, flight=None, folder=None)
     result["slice"] = {
         "done": done,
         "state": verdict.state,

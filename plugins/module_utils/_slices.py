@@ -63,12 +63,14 @@ def run_slices(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     speak_every: float = SPEAK_EVERY_SECONDS,
+    between: Callable[[dict[str, Any]], Optional[dict[str, Any]]] = lambda result: None,
 ) -> dict[str, Any]:
     """Call ``call(carry, seconds)`` until it is done, and return its last result without the key ``slice``.
 
     ``once`` (check mode) makes exactly one call. After ``hard_limit`` seconds the last result is returned with
     ``failed`` true and a ``msg``. ``transient`` exceptions (a dropped connection) are tried again up to
     ``transient_retries`` times in a row, from the last ``carry``; then the exception is raised.
+    ``between`` is given the result of each slice that is not the last; what it returns instead of None is the end.
     """
     seconds = max(1.0, min(float(slice_seconds), MAX_SLICE_SECONDS))
     report = SliceReport(speak_every)
@@ -96,6 +98,9 @@ def run_slices(
             speak(line)
         if finished or once:
             return result
+        ended = between(result)
+        if ended is not None:
+            return ended
         if elapsed >= hard_limit:
             result["failed"] = True
             seen = part.get("progress") or part.get("state") or "nothing"

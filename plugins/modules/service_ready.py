@@ -85,6 +85,20 @@ options:
     description: Rank of this host in a multi-host instance. Ranks above 0 serve no requests and are judged by liveness.
     type: int
     default: 0
+  members:
+    description:
+      - The hosts of a multi-host instance, in the order of their ranks. Give it when one task waits for all of them.
+      - Ranks above 0 are then watched until rank 0 is ready. A rank that is dead ends the wait of the others within
+        seconds, and RV(cause) and the message name its host.
+      - Needs the strategy C(linear) and as many forks as there are members. Without them each rank waits for itself,
+        and a rank above 0 is ready as soon as it is alive.
+    type: list
+    elements: str
+    default: []
+  hold:
+    description: With O(node_rank) above 0, alive does not end the wait. Set by the action plugin.
+    type: bool
+    default: false
   successes:
     description: Successes in a row that make ready.
     type: int
@@ -196,6 +210,11 @@ observation:
   description: What was last seen (unit, process, listener, probe, events, tail).
   returned: always
   type: dict
+followed:
+  description: The rank whose end ended this wait; RV(cause) is then its cause.
+  returned: when another rank of the instance ended first
+  type: dict
+  sample: {host: gpu-02, rank: 1, state: crash_loop}
 history:
   description: The changes of state, with the seconds since the wait began.
   returned: always
@@ -280,6 +299,8 @@ ARGUMENTS: dict[str, Any] = {
     "api_key_file": {"type": "path", "no_log": False},
     "role": {"type": "str", "choices": ["prefill", "decode"]},
     "node_rank": {"type": "int", "default": 0},
+    "members": {"type": "list", "elements": "str", "default": []},
+    "hold": {"type": "bool", "default": False},
     "successes": {"type": "int", "default": 3},
     "timeout": {"type": "float", "default": 1800},
     "stall_timeout": {"type": "float", "default": 600},
@@ -329,6 +350,7 @@ def main() -> None:
         model=params["model"],
         expected_argv=params["expected_argv"],
         verify=look_once,
+        hold=params["hold"] and not look_once,
     )
     target = observe.Target(
         observe.connect_host(params["host"]),

@@ -16,8 +16,8 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._slices import run
 class SlicedActionBase(ActionBase):
     """An action that lasts: set ``MODULE``, and the module follows the protocol of ``_slices``.
 
-    The module takes ``slice_seconds`` (float) and ``carry`` (dict). Override ``hard_limit`` and, if the module's
-    result needs it, ``finish``.
+    The module takes ``slice_seconds`` (float) and ``carry`` (dict). Override ``hard_limit`` and, where
+    needed, ``slice_args``, ``between`` and ``finish``.
     """
 
     MODULE = ""
@@ -37,6 +37,14 @@ class SlicedActionBase(ActionBase):
     def finish(self, result: dict[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
         """The last word on the final result."""
         return result
+
+    def slice_args(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The module's options for its next slice."""
+        return args
+
+    def between(self, result: dict[str, Any]) -> Optional[dict[str, Any]]:
+        """Called after a slice that was not the last; what it returns instead of None ends the action."""
+        return None
 
     def number(self, args: Mapping[str, Any], name: str, default: float) -> float:
         """An argument as seconds; a string of a survey counts, anything else is the user's error."""
@@ -58,7 +66,7 @@ class SlicedActionBase(ActionBase):
         def call(carry: Mapping[str, Any], seconds: float) -> dict[str, Any]:
             return self._execute_module(
                 module_name=self.MODULE,
-                module_args=dict(args, carry=dict(carry), slice_seconds=seconds),
+                module_args=dict(self.slice_args(args), carry=dict(carry), slice_seconds=seconds),
                 task_vars=task_vars,
             )
 
@@ -73,6 +81,7 @@ class SlicedActionBase(ActionBase):
             once=bool(self._task.check_mode),
             carry=args.get("carry"),
             transient=(AnsibleConnectionFailure,),
+            between=self.between,
         )
         # The state between the slices is of no use to anybody who reads the result.
         sent = (result.get("invocation") or {}).get("module_args")

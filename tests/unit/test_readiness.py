@@ -406,6 +406,18 @@ def test_a_rank_above_0_that_never_listens_is_ready_when_its_engine_is():
     assert not run([seen(t) for t in range(1, 9)], Settings(node_rank=1))[0].done
 
 
+def test_a_rank_that_is_held_is_watched_after_it_is_up():
+    judged, memory = Settings(node_rank=1, hold=True), new_memory()
+    verdict = run([seen(t, listener=MINE, probe=HEALTH) for t in (1, 2, 3)], judged, memory)[0]
+    assert verdict.ready and not verdict.done
+    verdict = run([seen(900, listener=MINE)], judged, memory)[0]
+    assert verdict.ready and not verdict.done, "it does nothing while rank 0 loads, and is alive"
+    again = {**UP, "sub_state": "auto-restart"}
+    verdict = run([seen(901, unit=again, log_cause={"code": "gpu_lost", "message": "m"})], judged, memory)[0]
+    assert (verdict.state, verdict.done, verdict.cause["code"]) == ("crash_loop", True, "gpu_lost")
+    assert run([seen(t, listener=MINE, probe=HEALTH) for t in (1, 2, 3)], Settings(hold=True))[0].done is False
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_disaggregated_server_is_asked_in_its_own_way(role):
     judged, memory, kinds = Settings(role=role), new_memory(), []

@@ -111,3 +111,14 @@ def test_slices_never_exceed_the_longest_allowed():
     call, calls = scripted(clock, [part(done=True)])
     run_slices(call, [].append, hard_limit=1000, slice_seconds=600, clock=clock)
     assert calls[0][1] == 45.0
+
+
+def test_what_is_decided_between_two_slices_ends_the_chain():
+    clock, said = Clock(), []
+    call, calls = scripted(clock, [part(n=1), part(n=2), part(n=3)])
+
+    def between(result):
+        return dict(result, failed=True, msg="another rank is dead") if len(calls) == 2 else None
+
+    result = run_slices(call, said.append, hard_limit=1000, between=between, clock=clock, sleep=clock.sleep)
+    assert result["msg"] == "another rank is dead" and len(calls) == 2 and "slice" not in result
