@@ -66,7 +66,7 @@ class Pairs:
         path.write_text(json.dumps({"sglang": {"hosts": rows}}))
         return path
 
-    def run(self, revision, *, limit=tuple(ROLES), roles=None, **more):
+    def run(self, revision, *, limit=tuple(ROLES), roles=None, more_hosts=None, **more):
         """Take the hosts to a revision; returns the finished process."""
         values = {**VARIABLES, "sglang_env_vars": {**WITHOUT_GPU, "STAND_IN_REVISION": revision}, **more}
         values["sglang_artifacts_dir"] = str(self.folder)
@@ -76,6 +76,7 @@ class Pairs:
             [
                 str(Path(sys.executable).with_name("ansible-playbook")),
                 *("-i", str(self.hosts.inventory), "-i", str(self.roles(**(roles or {})))),
+                *(("-i", str(more_hosts)) if more_hosts else ()),
                 *("gpufleet.sglang.site", "--limit", ",".join(limit), "-e", f"@{extra}"),
             ],
             cwd=ROOT,
@@ -301,3 +302,18 @@ def test_pairs_that_cannot_work_together_are_refused_before_anything_changes(sta
     assert "pd-d: plan refused: prefill_decode_differ" in left.stdout
     assert "group chat has one decode instance in this run (pd-b; left out: pd-d)" in left.stdout
     assert [stand_ins.serves(host) for host in ROLES] == ["eight", "eight", "eight", "seven"]
+
+
+def test_half_of_an_instance_unreachable_leaves_the_other_half_alone(stand_ins):
+    before = stand_ins.serves("pd-a")
+    big = {"hosts": ["pd-c", "pd-x"], "rendezvous": {"address": ADDRESSES["pd-c"], "port": 20000}, "port": 30001,
+           "parallelism": "tp2", "role": ""}  # fmt: skip
+    away = stand_ins.folder / "away.yml"
+    both = {"sglang_role": "", "sglang_flags": FLAGS, "sglang_instances": {"big": big}}
+    away.write_text(json.dumps({"sglang": {"hosts": {"pd-c": both, "pd-x": {**both, "ansible_host": "10.91.43.99"}}}}))
+    done = stand_ins.run(before, limit=("pd-a", "pd-b", "pd-c", "pd-x"), more_hosts=away, sglang_on_unreachable="skip",
+                         sglang_waves=["100%"])  # fmt: skip
+    assert done.returncode == 4, "Ansible's own status for an unreachable host"
+    assert "2 as it should be: pd-a, pd-b" in done.stdout and "without 2 hosts" in done.stdout, done.stdout[-3000:]
+    assert "pd-c: rolls together with pd-x, which is left out" in done.stdout
+    assert stand_ins.hosts.shell("pd-c", "ls /etc/systemd/system/sglang-big* 2>/dev/null; true") == ""
