@@ -17,4 +17,4 @@ class ActionModule(SlicedActionBase):
 
     def hard_limit(self, args: Mapping[str, Any]) -> float:
         # The module ends the wait itself; this is for a module that never says so.
-        return self.number(args, "timeout", 300.0) + 120.0
+        return self.number(args, "timeout", 300.0) + self.number(args, "traffic_timeout", 60.0) + 120.0

@@ -319,18 +319,19 @@ def bare_plans(intents: Mapping[str, Any], host: str) -> dict[str, Any]:
 # ---- load balancers --------------------------------------------------------------------------------------------------
 
 
+ROUTER_KEYS = ("url", "worker_url", "worker", "traffic_timeout", "own_requests", "allow_last")
+
+
 def router_calls(
     names: Iterable[str],
     services: Mapping[str, Any],
     intents: Mapping[str, Any],
-    secrets: Mapping[str, Mapping[str, str]],
-    router_keys: Mapping[str, str],
     address: str,
 ) -> list[dict[str, Any]]:
     """The options of ``router_worker`` for those of ``names`` that are behind a router; rank 0 speaks for an instance.
 
-    ``address`` is how the host is reached, for a service that listens on every address. Raises ``ValueError`` on a
-    router that cannot be used.
+    Without the API keys: a verbose run prints what it loops over. ``address`` is how the host is reached, for a
+    service that listens on every address. Raises ``ValueError`` on a router that cannot be used.
     """
     calls = []
     for name in names:
@@ -338,7 +339,12 @@ def router_calls(
         router, unit = intent.get("router"), (services.get(name) or {}).get("unit") or {}
         if not router or unit.get("node_rank"):
             continue
-        if not router.get("url"):
+        unknown = sorted(set(router) - set(ROUTER_KEYS))
+        if unknown:
+            raise ValueError(f"sglang_router of instance {name}: unknown {unknown[0]}; known: {', '.join(ROUTER_KEYS)}")
+        urls = router.get("url") or []
+        urls = [str(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        if not urls:
             raise ValueError(f"sglang_router of instance {name} has no url; write url: http://<router>:<port>")
         host, port = str(unit.get("host") or ""), unit.get("port")
         if host in LOCAL and not router.get("worker_url"):
@@ -348,6 +354,8 @@ def router_calls(
         worker_url = str(router.get("worker_url") or f"http://{_bracketed(address if host in ANY else host)}:{port}")
         scheme = worker_url.partition("://")[0]
         worker = dict(router.get("worker") or {})
+        if "api_key" in worker:
+            raise ValueError(f"sglang_router of instance {name}: worker has an api_key; it belongs into sglang_secrets")
         if unit.get("role"):
             worker.setdefault("worker_type", unit["role"])
         flags = {key.replace("-", "_"): value for key, value in (intent.get("flags") or {}).items()}
@@ -356,13 +364,14 @@ def router_calls(
         calls.append(
             {
                 "instance": name,
-                "router_url": str(router["url"]),
+                "router_url": urls,
                 "worker_url": worker_url,
                 "server_url": f"{scheme}://{_bracketed('127.0.0.1' if host in ANY else host)}:{port}",
                 "worker": worker,
-                "api_key": (secrets.get(name) or {}).get("api_key"),
-                "router_api_key": router_keys.get(name),
                 "drain_timeout": intent.get("drain_timeout", 300),
+                "traffic_timeout": router.get("traffic_timeout", 60),
+                "own_requests": router.get("own_requests", True),
+                "allow_last": router.get("allow_last", False),
             }
         )
     return calls
@@ -370,6 +379,15 @@ def router_calls(
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def unseen_traffic(joined: Mapping[str, Any]) -> list[str]:
+    """A sentence for each worker that is in the router without a request seen there, from ``router_worker``'s loop."""
+    return [
+        f"instance {result['item']['instance']}: {result['traffic'].get('reason')}"
+        for result in (joined or {}).get("results") or []
+        if result.get("traffic") and not result["traffic"]["seen"] and not result.get("failed")
+    ]
 
 
 def hooked(names: Iterable[str], intents: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
@@ -503,8 +521,10 @@ def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed:
     """Said at the end: what is broken, where, why and what to do next come first, then every other host."""
     groups: dict[str, list[str]] = {}
     why: dict[str, list[tuple[str, str]]] = {}
+    unseen: list[tuple[str, str]] = []
     stopped_in = -1
     for host in fleet.get("order") or []:
+        unseen += [(host, text) for text in unseen_traffic(_fact(hostvars, host, "rollout_joined") or {})]
         seen = _fact(hostvars, host, "rollout_outcome") or {}
         entered = _fact(hostvars, host, "rollout_stage")
         state = seen.get("state") or ("lost" if entered else "untouched")
@@ -529,6 +549,10 @@ def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed:
     for state, words in TOLD:
         if state == "done" and bad:
             lines.append(_what_next(groups))
+        if state == "done" and unseen:
+            hosts = list(dict.fromkeys(host for host, _text in unseen))
+            lines.append(f"  {len(hosts)} WITHOUT A REQUEST from the router so far: {_shortened(hosts, 20)}")
+            lines += [f"    {text}" for text in _causes(unseen)]
         hosts = groups.get(state)
         if hosts:
             lines.append(f"  {len(hosts)} {words}: {_shortened(hosts, 20 if state in BAD else 10)}")

@@ -14,7 +14,10 @@ author:
 description:
   - With O(state=drained), the router is told to send nothing more to the worker, then its running and queued requests
     are waited for. Requests that run are not cut off by the removal.
-  - With O(state=present), the worker is added unless the router has it, and the router must find it healthy.
+    A router that cannot be used is told before anything changes.
+  - With O(state=present), the worker is added unless the router has it, the router must find it healthy, and where it
+    was added, a request must be seen to arrive at it. Clients' requests are watched for first. When none comes within
+    10 s, own ones of at most 64 tokens are sent through the router, one at a time, until the worker has one.
   - Runs on the host of the worker, which must reach the router. Which API the router has is found out by asking it.
   - It is an action plugin that calls the module in slices and prints what still runs.
 options:
@@ -23,8 +26,11 @@ options:
     type: str
     default: default
   router_url:
-    description: Base URL of the router.
-    type: str
+    description:
+      - Base URL of the router, or of all routers in front of the worker. It is taken out of all before its requests are
+        waited for.
+    type: list
+    elements: str
     required: true
   worker_url:
     description: URL by which the router reaches the worker.
@@ -56,6 +62,23 @@ options:
         some time, too. With O(state=present) it is a failure.
     type: float
     default: 300
+  traffic_timeout:
+    description:
+      - With O(state=present), seconds until a request must arrive at a worker that was added; V(0) does not look.
+      - The task fails when own requests all went to other workers or were not served. What cannot be told is a
+        warning, such as no client's request while O(own_requests=false).
+    type: float
+    default: 60
+  own_requests:
+    description: Whether own requests may be sent when no client sends one.
+    type: bool
+    default: true
+  allow_last:
+    description:
+      - With O(state=drained), whether the worker may be taken out although the router's other workers of its kind are
+        all unhealthy. A worker that is the router's only one is always taken out, with a warning.
+    type: bool
+    default: false
   slice_seconds:
     description: Length of one slice. Set by the action plugin.
     type: float
@@ -113,6 +136,28 @@ healthy:
   description: Whether the router has the worker and finds it healthy.
   returned: for O(state=present)
   type: bool
+traffic:
+  description: Whether a request arrived at the worker; null when it was not added, or was not looked for.
+  returned: for O(state=present)
+  type: dict
+  contains:
+    seen:
+      description: Whether a request was seen.
+      type: bool
+    how:
+      description:
+        - V(router) when the router counts a request that this worker has, V(worker) when the worker runs one.
+      type: str
+    own_requests:
+      description: Number of own requests that were sent.
+      type: int
+    seconds:
+      description: How long it took.
+      type: float
+    reason:
+      description: Why none was seen.
+      returned: when none was seen
+      type: str
 """
 
 import functools
@@ -131,7 +176,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "instance": {"type": "str", "default": "default"},
-            "router_url": {"type": "str", "required": True},
+            "router_url": {"type": "list", "elements": "str", "required": True},
             "worker_url": {"type": "str", "required": True},
             "server_url": {"type": "str"},
             "state": {"type": "str", "choices": ["drained", "present"], "default": "present"},
@@ -139,6 +184,9 @@ def main() -> None:
             "api_key": {"type": "str", "no_log": True},
             "router_api_key": {"type": "str", "no_log": True},
             "timeout": {"type": "float", "default": 300},
+            "traffic_timeout": {"type": "float", "default": 60},
+            "own_requests": {"type": "bool", "default": True},
+            "allow_last": {"type": "bool", "default": False},
             "slice_seconds": {"type": "float", "default": 20},
             "carry": {"type": "dict", "default": {}},
         },
@@ -146,23 +194,25 @@ def main() -> None:
     )
     params = module.params
     for name in ("router_url", "worker_url", "server_url"):
-        if params[name] and not params[name].startswith(("http://", "https://")):
-            module.fail_json(msg=f"{name}: {params[name]!r} is no URL; it begins with http:// or https://")
+        for url in params[name] if name == "router_url" else [params[name] or "http://"]:
+            if not url.startswith(("http://", "https://")):
+                module.fail_json(msg=f"{name}: {url!r} is no URL; it begins with http:// or https://")
     worker = {**params["worker"], "url": params["worker_url"].rstrip("/")}
     if params["api_key"]:
         worker["api_key"] = params["api_key"]
-    wanted = _router.Wanted(
-        worker, (params["server_url"] or params["worker_url"]).rstrip("/"), params["api_key"], params["timeout"]
-    )
-    router = _router.Router(params["router_url"], _router.http_request, params["router_api_key"])
+    server = (params["server_url"] or params["worker_url"]).rstrip("/")
+    limits = [params[name] for name in ("timeout", "traffic_timeout", "own_requests", "allow_last")]
+    wanted = _router.Wanted(worker, server, params["api_key"], *limits)
+    key = params["router_api_key"]
+    routers = [_router.Router(url, _router.http_request, key) for url in dict.fromkeys(params["router_url"])]
     # The certificate names the service, and this host asks itself.
     local = functools.partial(_router.http_request, verify=False)
     rest = (_Clock, params["carry"], params["slice_seconds"], module.check_mode)
     try:
         if params["state"] == "drained":
-            result = _router.drain(router, wanted, local, *rest)
+            result = _router.drain(routers, wanted, local, *rest)
         else:
-            result = _router.join(router, wanted, *rest)
+            result = _router.join(routers, wanted, local, _router.Background, *rest)
     except _router.RouterError as error:
         module.fail_json(msg=str(error))
     for warning in result.pop("warnings", []) if result.get("slice", {}).get("done") else []:

@@ -117,13 +117,14 @@ def calls(router, **unit):
         "instances": {"a": {"router": router, "drain_timeout": 9, "flags": {"disaggregation-bootstrap-port": 9001}}}
     }
     services = {"a": {"unit": {"host": "0.0.0.0", "port": 30000, **unit}}}
-    return _rollout.router_calls(["a", "gone"], services, intents, {"a": {"api_key": "k"}}, {"a": "r"}, "10.0.0.5")
+    return _rollout.router_calls(["a", "gone"], services, intents, "10.0.0.5")
 
 
 def test_a_worker_is_known_by_the_address_that_the_router_reaches():
     (call,) = calls({"url": "http://r"})
     assert call["worker_url"] == "http://10.0.0.5:30000" and call["server_url"] == "http://127.0.0.1:30000"
-    assert call["api_key"] == "k" and call["router_api_key"] == "r" and call["worker"] == {}
+    assert call["router_url"] == ["http://r"] and call["worker"] == {}
+    assert calls({"url": ["http://r", "http://s"]})[0]["router_url"] == ["http://r", "http://s"]
     (call,) = calls({"url": "http://r", "worker_url": "https://w:1"}, host="127.0.0.1", role="prefill")
     assert call["worker_url"] == "https://w:1" and call["server_url"] == "https://127.0.0.1:30000"
     assert call["worker"] == {"worker_type": "prefill", "bootstrap_port": 9001}
@@ -138,6 +139,9 @@ def test_a_worker_is_known_by_the_address_that_the_router_reaches():
         ({}, {}, None),
         ({"worker_url": "http://w"}, {}, "url"),
         ({"url": "http://r"}, {"host": "127.0.0.1"}, "worker_url"),
+        ({"url": []}, {}, "url"),
+        ({"url": "http://r", "own_request": False}, {}, "unknown own_request"),
+        ({"url": "http://r", "worker": {"api_key": "k"}}, {}, "sglang_secrets"),
     ],
 )
 def test_routers_that_cannot_be_used(router, unit, word):
@@ -146,6 +150,22 @@ def test_routers_that_cannot_be_used(router, unit, word):
         return
     with pytest.raises(ValueError, match=word):
         calls(router, **unit)
+
+
+def test_a_worker_without_a_request_is_told_at_the_end():
+    unseen = {"seen": False, "how": None, "reason": "no client sent one in 60 s, and own requests are turned off"}
+    results = [{"item": {"instance": "a"}, "traffic": unseen}, {"item": {"instance": "b"}, "traffic": None}]
+    hostvars = {"h1": {"rollout_stage": "proven", "rollout_outcome": {"state": "done"}}}
+    fleet = {**FLEET, "order": ["h1"], "skipped": []}
+    seen = {"results": [{"item": {"instance": "a"}, "traffic": {"seen": True, "how": "worker"}}]}
+    hostvars["h1"]["rollout_joined"] = seen
+    assert "WITHOUT A REQUEST" not in _rollout.rollout_text(fleet, hostvars)
+    hostvars["h1"]["rollout_joined"] = {"results": results}
+    lines = _rollout.rollout_text(fleet, hostvars).splitlines()
+    assert lines[1] == "  1 WITHOUT A REQUEST from the router so far: h1"
+    assert lines[2] == "    h1: instance a: no client sent one in 60 s, and own requests are turned off"
+    failed = [{**results[0], "failed": True}]
+    assert _rollout.unseen_traffic({"results": failed}) == [], "told as the host's failure"
 
 
 def test_plans_without_a_probe_are_enough_to_go_back():
