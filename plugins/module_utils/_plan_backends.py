@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _rules
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan_constraints, _rules
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_sizes import Sizes
 
@@ -474,6 +474,9 @@ def _auto(draft: Draft, sizes: Sizes) -> str:
             )
         if draft.fabric()["class"] == "unknown" and not draft.on_cpu:
             reasons.append(Reason("fabric_unknown", "the topology is not known", f"ask for {name} by name", True))
+        against = _plan_constraints.clash(draft, sizes, name)
+        if against:
+            reasons.append(Reason("clashes_with_flags", against, f"ask for {name} by name", True))
         verdict = verdict._replace(reasons=reasons)
         verdicts.append(verdict)
         if verdict.usable:

@@ -99,6 +99,7 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
     },
     "GPUs": {
         "torch_is_cpu_build": PlanCode(R, "The virtualenv's torch is a CPU build.", "A CUDA build, or device: cpu."),
+        "torch_is_rocm_build": PlanCode(R, "The virtualenv's torch is a build for AMD GPUs; plans are for NVIDIA's.", "A CUDA build, or device: cpu."),
         "nvidia_smi_absent": PlanCode(R, "nvidia-smi is not there.", "Install the driver with its tools."),
         "nvidia_smi_timeout": PlanCode(R, "nvidia-smi gave no answer in time: the driver or a GPU hangs.", "dmesg (Xid); reset or reboot."),
         "nvidia_smi_failed": PlanCode(R, "nvidia-smi failed.", "Run it on the host."),
@@ -129,6 +130,7 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
             R,
             "A flag's value has no kernels for the GPUs' architecture, which the compute capability tells and never the name.",
             "The told value."),
+        "flag_for_other_device": PlanCode(R, "A flag's value is for devices of another vendor.", "The told value."),
         "flag_on_arch_unknown": PlanCode(W, "Whether this SGLang takes the value on this architecture is not known.", "Try it on one host."),
         "quantization_not_supported_on_arch": PlanCode(R, "SGLang loads the quantisation on newer GPUs only.", "Another quantisation, SGLang or GPU."),
     },
@@ -199,6 +201,7 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "needs_attention_dp": PlanCode(R, "The backend needs attention data parallelism.", "The told size."),
         "would_override_ep_size": PlanCode(R, "The backend would change the ep that was asked for (in automatic choice).", "ep equal to tp."),
         "experts_format_unverified": PlanCode(R, "Nobody has seen the backend serve experts of this format (in automatic choice).", "Ask for it by name."),
+        "clashes_with_flags": PlanCode(R, "A flag that is given does not go with the backend (in automatic choice).", "Ask for it by name, or remove the flag."),
         "arch_unknown": PlanCode(R, "The GPUs' architecture is not known (in automatic choice).", "Ask for it by name."),
         "model_unknown": PlanCode(R, "The model could not be read (in automatic choice).", "Ask for it by name."),
         "flags_unknown": PlanCode(R, "The flags of this SGLang are not known (in automatic choice).", "Ask for it by name."),

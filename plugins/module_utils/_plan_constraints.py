@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Optional
 
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan_sizes, _versions
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan_sizes, _rules, _versions
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
 READ = ">=0.4.9,<=0.5.23"
@@ -624,6 +624,26 @@ CONSTRAINTS = (
     Constraint("kv_cache_dtype_not_for_backend", ">=0.5.4", _trtllm_mla_cache, "wheels 0.5.4 to 0.5.23"),
     Constraint("quantization_contradicts_model", "", _quantization_of_checkpoint, _ALL_READ),
 )
+
+
+def clash(draft: Draft, sizes: _plan_sizes.Sizes, a2a: str) -> Optional[str]:
+    """What the user's flags have against an all-to-all backend that nobody asked for, or None.
+
+    An ``auto`` that is refused afterwards would be no help: what is refused without the backend too does not count.
+    """
+    runner = View(draft, sizes, sizes.ep, a2a).text("moe_runner_backend")
+    if runner and runner not in _rules.A2A_AUTO_RUNNERS:
+        return f"{a2a} was not seen with the expert runner {runner}, which is asked for"
+    with_it = View(draft, sizes, sizes.tp, a2a, draft.intent.get("role"))
+    without = View(draft, sizes, sizes.ep, "none", draft.intent.get("role"))
+    for row in CONSTRAINTS:
+        if _versions.within(draft.sglang_version, row.sglang) is False:
+            continue
+        before = {fault.key for fault in row.check(without)}
+        for fault in row.check(with_it):
+            if fault.key not in before:
+                return fault.message
+    return None
 
 
 def check_constraints(view: View) -> None:

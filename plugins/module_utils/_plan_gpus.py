@@ -48,6 +48,16 @@ def check_gpus(draft: Draft) -> None:
             value=None,
             suggestion="sglang_flags: {device: cpu}, or a CUDA build of torch",
         )
+    if torch.get("hip") and not torch.get("cuda"):
+        draft.reject(
+            "torch_is_rocm_build",
+            f"torch {torch.get('version') or ''} of the venv is a build for AMD GPUs (ROCm {torch['hip']}), "
+            "and these plans are for NVIDIA's",
+            variable="sglang_venv",
+            value=draft.intent.get("venv"),
+            suggestion="a CUDA build of torch on a host with NVIDIA GPUs, or sglang_flags: {device: cpu}",
+        )
+        return
     gpus = draft.probe.get("gpus")
     if gpus is None:
         return
@@ -367,7 +377,7 @@ def check_arch(draft: Draft) -> None:
             if value not in rule.values:
                 continue
             flag = draft.catalogue.flag(key)
-            if applies is None:
+            if applies is None or not set(wrong) & set(_rules.KNOWN_ARCHS):
                 draft.warn(
                     "flag_on_arch_unknown",
                     f"whether this SGLang takes {flag}={value} on {', '.join(wrong)} is not known",
@@ -387,8 +397,28 @@ def check_arch(draft: Draft) -> None:
                 items=[f"{flag}={value}"],
                 source=rule.source,
             )
+    _check_other_devices(draft)
     _check_quantization(draft, archs)
     _check_fp8_cache(draft, archs)
+
+
+def _check_other_devices(draft: Draft) -> None:
+    if not (draft.probe.get("torch") or {}).get("cuda"):
+        return
+    for rule in _rules.OTHER_DEVICES:
+        for key in rule.flags:
+            value = draft.flag(key)
+            if value not in rule.values:
+                continue
+            flag = draft.catalogue.flag(key)
+            draft.reject(
+                "flag_for_other_device",
+                f"{flag}={value} is for {rule.device}, and the venv's torch is for CUDA",
+                flag=flag,
+                variable="sglang_flags",
+                value=value,
+                suggestion=f"{flag} {rule.instead}",
+            )
 
 
 def capability_number(arch: str) -> Optional[int]:

@@ -360,6 +360,7 @@ def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
             suggestion=f"tp{fit * sizes.attn_dp}",
         )
     if kv and (kv % attn_tp if kv >= attn_tp else attn_tp % kv):
+        fit = next(s for s in range(attn_tp, 0, -1) if not (heads or 0) % s and not (kv % s if kv >= s else s % kv))
         draft.reject(
             "kv_heads_not_divisible",
             f"the model's {kv} key-value heads can be neither split over nor replicated to {attn_tp} ranks",
@@ -367,7 +368,7 @@ def _check_model(draft: Draft, sizes: Sizes, ep: int) -> None:
             variable="sglang_parallelism",
             value=tp,
             numbers={"kv_heads": kv, "attention_tp": attn_tp},
-            suggestion=f"tp{kv * sizes.attn_dp}",
+            suggestion=f"tp{fit * sizes.attn_dp}",
         )
     if layers and pp > layers:
         draft.reject(

@@ -118,6 +118,7 @@ A2A_BACKENDS: dict[str, A2A] = {
 # In what order "auto" looks for an all-to-all backend: the ones that are there for speed, not for elasticity.
 A2A_AUTO = ("deepep",)
 A2A_AUTO_METHODS = ("fp8",)  # expert formats that were seen served with it, on two H200
+A2A_AUTO_RUNNERS = ("deep_gemm",)  # the expert runner that "auto" was seen to take with it, on two H200
 
 # --disaggregation-transfer-backend and --elastic-ep-backend: value -> key of probe.backends.
 KV_LIBRARIES = {
@@ -151,6 +152,7 @@ _ATTENTION = (
     "decode_attention_backend",
     "speculative_draft_attention_backend",
 )
+_SPARSE = ("nsa_prefill_backend", "nsa_decode_backend", "dsa_prefill_backend", "dsa_decode_backend")
 _RUNNERS = ("moe_runner_backend", "speculative_moe_runner_backend")
 _SM100 = ("sm_100", "sm_103")
 _BLACKWELL = (*_SM100, "sm_110", "sm_120", "sm_121")
@@ -188,6 +190,24 @@ ARCH_RULES = (
         _MLA_OTHER,
         "FlashAttention 3 has no SM100 and SM120 kernels; assertion in SGLang's registry of backends",
     ),
+    ArchRule(
+        _ATTENTION,
+        ("fa4",),
+        ("sm_90", *_SM100, "sm_110"),
+        "",
+        _MLA_OTHER,
+        "sglang#23985, sglang#18748: FlashAttention 4 takes compute capability 9.x, 10.x and 11.x",
+    ),
+    ArchRule(_ATTENTION, ("tokenspeed_mla",), _SM100, "", _MLA_OTHER, "tokenspeed_mla's kernels are SM100"),
+    ArchRule(
+        _SPARSE,
+        ("flashmla_sparse", "flashmla_kv", "flashmla_auto", "trtllm"),
+        ("sm_90", *_SM100),
+        "",
+        "flashinfer or tilelang",
+        "sglang#30272: sparse attention of FlashMLA and TensorRT-LLM is SM90 and SM100",
+    ),
+    ArchRule(_SPARSE, ("fa3",), ("sm_90",), "", "flashmla_sparse or tilelang", "FlashAttention 3 with MLA is SM90"),
     ArchRule(_ATTENTION, ("flashmla",), ("sm_90", *_SM100), "", _MLA_OTHER, "FlashMLA's kernels are SM90 and SM100"),
     ArchRule(
         _RUNNERS,
@@ -231,6 +251,34 @@ ARCH_RULES = (
     ArchRule(
         ("kv_cache_dtype",), ("mxfp8",), _BLACKWELL, "", "fp8_e4m3 or auto", "check in the wheels of 0.5.16 to 0.5.23"
     ),
+)
+
+
+# Families that these rows were written about: of one that is not here nothing is known.
+KNOWN_ARCHS = (
+    "sm_60", "sm_61", "sm_70", "sm_72", "sm_75", "sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_101",
+    "sm_103", "sm_110", "sm_120", "sm_121",
+)  # fmt: skip
+
+
+class OtherDevice(NamedTuple):
+    """Values of flags that are for devices of another vendor than NVIDIA."""
+
+    flags: tuple[str, ...]
+    values: tuple[str, ...]
+    device: str
+    instead: str
+
+
+OTHER_DEVICES = (
+    OtherDevice(_ATTENTION, ("aiter", "wave"), "AMD GPUs", _MLA_OTHER),
+    OtherDevice(_ATTENTION, ("ascend",), "Ascend NPUs", _MLA_OTHER),
+    OtherDevice(_ATTENTION, ("intel_amx",), "CPUs", _MLA_OTHER),
+    OtherDevice(_ATTENTION, ("intel_xpu",), "Intel GPUs", _MLA_OTHER),
+    OtherDevice(_RUNNERS, ("aiter",), "AMD GPUs", "auto or triton"),
+    OtherDevice(_RUNNERS, ("ascend",), "Ascend NPUs", "auto or triton"),
+    OtherDevice(("sampling_backend",), ("ascend",), "Ascend NPUs", "flashinfer or pytorch"),
+    OtherDevice(_SPARSE, ("aiter",), "AMD GPUs", "flashmla_sparse or tilelang"),
 )
 
 

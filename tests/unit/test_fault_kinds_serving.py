@@ -17,8 +17,12 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_file import 
     review_unit,
 )
 
+from tests.unit.plan_support import codes, decision, make, probe, rejection
+
 BASE = "LimitMEMLOCK=infinity\nExecStart=/opt/v/bin/python -m sglang.launch_server --model-path /models/x\n"
 WAITS = "[Unit]\nAfter=nvidia-persistenced.service\n"
+
+H200, B300, RTX = "nvlink-h200-no-rdma", "nvlink-b300", "pcie-rtxpro6000"
 
 
 def found(service: str, unit: str = "", env: dict[str, str] | None = None, base: str = BASE) -> dict[str, str]:
@@ -263,3 +267,80 @@ def test_a_download_of_one_large_file_is_progress_and_a_halted_one_is_not() -> N
     assert wait(moves=True) == ("loading", 1980.0)
     state, at = wait(moves=False)
     assert state == "stuck" and at <= 160
+
+
+# ---- plans
+
+
+def on(host: str, capability: str, name: str = "NVIDIA GPU") -> dict[str, Any]:
+    seen = probe(host)
+    for gpu in seen["gpus"]["devices"]:
+        gpu.update(compute_capability=capability, sm="sm_" + capability.replace(".", ""), name=name)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "refused"),
+    [
+        ({"attention_backend": "fa4"}, "12.0", True),  # RTX PRO 6000
+        ({"attention_backend": "fa4"}, "12.1", True),  # GB10
+        ({"attention_backend": "fa4"}, "8.0", True),  # A100
+        ({"attention_backend": "fa4"}, "9.0", False),  # H200, GH200
+        ({"attention_backend": "fa4"}, "10.0", False),  # B200
+        ({"attention_backend": "fa4"}, "10.3", False),  # B300
+        ({"attention_backend": "fa3"}, "10.3", True),
+        ({"attention_backend": "fa3"}, "8.9", False),  # L40S
+        ({"attention_backend": "tokenspeed_mla"}, "9.0", True),
+        ({"attention_backend": "tokenspeed_mla"}, "10.0", False),
+        ({"dsa_prefill_backend": "flashmla_sparse"}, "12.0", True),
+        ({"dsa_prefill_backend": "flashmla_sparse"}, "9.0", False),
+        ({"dsa_decode_backend": "fa3"}, "10.0", True),
+        ({"moe_runner_backend": "deep_gemm"}, "12.0", True),
+    ],
+)
+def test_kernels_by_compute_capability(flags: dict[str, Any], capability: str, refused: bool) -> None:
+    plan = make(on(H200, capability, "NVIDIA Blackwell Hopper Ada"), flags=flags)
+    assert ("flag_not_supported_on_arch" in codes(plan["rejections"])) is refused
+
+
+def test_an_architecture_that_no_row_was_written_about_is_unknown() -> None:
+    plan = make(on(H200, "10.7"), flags={"attention_backend": "fa3"})
+    assert "flag_not_supported_on_arch" not in codes(plan["rejections"])
+    assert "flag_on_arch_unknown" in codes(plan["warnings"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [{"attention_backend": "aiter"}, {"attention_backend": "wave"}, {"attention_backend": "ascend"},
+     {"attention_backend": "intel_amx"}, {"moe_runner_backend": "aiter"}],
+)  # fmt: skip
+def test_what_is_for_other_vendors(flags: dict[str, str]) -> None:
+    (row,) = [row for row in make(probe(H200), flags=flags)["rejections"] if row["code"] == "flag_for_other_device"]
+    assert row["value"] == next(iter(flags.values())) and row["suggestion"]
+
+
+def test_a_rocm_host_is_told_that_it_is_one() -> None:
+    seen = probe(H200)
+    seen["torch"] = {"version": "2.9.0+rocm7.0", "cuda": None, "hip": "7.0.51831", "cuda_major": None}
+    seen["gpus"] = {"state": "absent", "code": "nvidia_smi_absent", "message": "nvidia-smi is not there", "devices": []}
+    plan = make(seen)
+    assert "torch_is_rocm_build" in codes(plan["rejections"])
+    assert "nvidia_smi_absent" not in codes(plan["rejections"])
+
+
+@pytest.mark.parametrize("runner", ["cutlass", "triton", "marlin", "humming"])
+def test_auto_takes_no_backend_that_a_given_runner_does_not_go_with(runner: str) -> None:
+    plan = make(probe(H200), flags={"moe_runner_backend": runner})
+    assert plan["effective"]["moe_a2a_backend"] == "none"
+    assert "fp8_cutlass_needs_ep_1" not in codes(plan["rejections"])
+    assert runner in decision(plan, "moe_a2a_backend")["because"]
+    for given in ({}, {"moe_runner_backend": "deep_gemm"}, {"moe_runner_backend": "auto"}):
+        assert make(probe(H200), flags=given)["effective"]["moe_a2a_backend"] == "deepep"
+    # Asked for by name it is taken, and SGLang's own refusal is told.
+    named = make(probe(H200), flags={"moe_runner_backend": "cutlass", "moe_a2a_backend": "deepep"})
+    assert "fp8_cutlass_needs_ep_1" in codes(named["rejections"])
+
+
+def test_key_value_heads_suggest_a_size_that_is_there() -> None:
+    seen = probe(H200, model={"heads": 48, "kv_heads": 8, "kv_lora_rank": None})
+    assert rejection(make(seen, flags={"tp_size": 6}), "kv_heads_not_divisible")["suggestion"] == "tp4"
