@@ -109,7 +109,12 @@ VARIABLES: tuple[Variable, ...] = (
     _instance("hosts", "strs", [], "Members of an instance over several hosts; position is rank."),
     _instance("rendezvous", "rendezvous", None, "Address and port of rank 0 of an instance over several hosts."),
     _instance("failure_domain", "str", None, "Rack or zone; a wave never takes all replicas of one."),
-    _instance("replica_group", "str", None, "Instances that serve the same traffic; by default those of a name (with a role: a model)."),
+    _instance(
+        "replica_group",
+        "str",
+        None,
+        "Instances that serve the same traffic; by default those of a name (with a role: a model).",
+    ),
     _instance("router", "dict", None, "SGLang router in front of the instance: url, worker_url, worker."),
     _instance("drain_tasks", "path", None, "Task file that takes the instance out of another load balancer."),
     _instance("undrain_tasks", "path", None, "Task file that puts the instance back into another load balancer."),
