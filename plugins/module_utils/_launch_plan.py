@@ -16,6 +16,7 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import (
     _plan_gpus,
     _plan_sizes,
     _rules,
+    _unit_file,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 
@@ -559,7 +560,12 @@ def _environment(draft: Draft) -> None:
     _cuda_home(draft)
 
 
-_FATAL_CUDA_HOME = ("cuda_home_is_a_path_list", "cuda_home_relative", "cuda_home_absent")
+_FATAL_CUDA_HOME = (
+    "cuda_home_is_a_path_list",
+    "cuda_home_is_inside_toolkit",
+    "cuda_home_relative",
+    "cuda_home_absent",
+)
 
 
 def _cuda_home(draft: Draft) -> None:
@@ -573,15 +579,12 @@ def _cuda_home(draft: Draft) -> None:
         return
     if seen.get("value") != given:
         # The probe looked at another one: what the text alone tells.
-        seen = {}
-        if ":" in given:
-            seen = {"problem": _FATAL_CUDA_HOME[0], "message": f"CUDA_HOME is {given!r}: it must be one folder."}
-        elif not given.startswith("/"):
-            seen = {"problem": _FATAL_CUDA_HOME[1], "message": f"CUDA_HOME is {given!r}: it must be an absolute path."}
+        fault = _unit_file.cuda_home_fault("CUDA_HOME", given)
+        seen = {"problem": fault["code"], **fault} if fault else {}
     problem = seen.get("problem")
     if not problem:
         return
-    suggestion = seen.get("suggestion") or toolkits.get("best") or given.split(":")[0]
+    suggestion = seen.get("suggestion") or toolkits.get("best") or None
     tell = draft.reject if problem in _FATAL_CUDA_HOME else draft.warn
     tell(
         str(problem),

@@ -941,6 +941,8 @@ def _nvshmem(draft: Draft, sizes: Sizes) -> None:
             )
         return
     rdma = draft.rdma_devices()
-    if given is None and rdma == []:
+    # NVSHMEM's transports use mlx5 devices only; what else is there (eRDMA, EFA) it skips, and then has none.
+    if given is None and rdma is not None and not any(device.get("mlx5") for device in rdma):
         draft.env["NVSHMEM_REMOTE_TRANSPORT"] = "none"
-        draft.decide("NVSHMEM_REMOTE_TRANSPORT", "none", "one node without an active RDMA device")
+        kind = "RDMA device" if not rdma else "mlx5 device, and NVSHMEM knows no other"
+        draft.decide("NVSHMEM_REMOTE_TRANSPORT", "none", f"one node without an active {kind}")

@@ -77,6 +77,7 @@ GROUPS: dict[str, dict[str, PlanCode]] = {
         "env_var_deprecated": PlanCode(W, "SGLang calls the variable deprecated.", "Remove it when you can."),
         "env_var_unknown": PlanCode(W, "The installed SGLang does not declare the variable and may ignore it.", "Check its spelling."),
         "cuda_home_is_a_path_list": PlanCode(R, "CUDA_HOME holds several folders.", "One folder."),
+        "cuda_home_is_inside_toolkit": PlanCode(R, "CUDA_HOME is a folder inside of the toolkit, or nvcc itself.", "The folder above bin."),
         "cuda_home_relative": PlanCode(R, "CUDA_HOME is no absolute path.", "An absolute path."),
         "cuda_home_absent": PlanCode(R, "CUDA_HOME is a folder that is not there.", "The told toolkit."),
         "cuda_home_without_nvcc": PlanCode(W, "CUDA_HOME has no bin/nvcc: kernels cannot be compiled at run time.", "The told toolkit."),

@@ -118,6 +118,18 @@ def _check_selection(draft: Draft, devices: list[Mapping[str, Any]]) -> None:
             suggestion=f"indexes from 0 to {len(devices) - 1}",
         )
     visible = draft.user_env.get("CUDA_VISIBLE_DEVICES")
+    beyond = [part.strip() for part in str(visible or "").split(",")]
+    beyond = [part for part in beyond if part.isdigit() and int(part) not in there]
+    if beyond and indexes:
+        draft.reject(
+            "gpu_index_unknown",
+            f"CUDA_VISIBLE_DEVICES={visible} names GPU {', '.join(beyond)}, which is not there: CUDA hides it and all "
+            "that stand behind it",
+            variable="sglang_env_vars.CUDA_VISIBLE_DEVICES",
+            value=visible,
+            numbers={"gpus": len(devices)},
+            suggestion="sglang_gpus, a list of indexes",
+        )
     if visible is not None and indexes == [] and devices:
         draft.reject(
             "no_gpu_visible",

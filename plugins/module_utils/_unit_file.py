@@ -1059,8 +1059,11 @@ def review_unit(unit: Unit, env: Mapping[str, str] | None = None) -> list[dict[s
 _PATHS = ("PATH", "HOME", "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "CPATH", "LIBRARY_PATH")
 
 
-def _review_cuda_home(name: str, value: str) -> list[dict[str, Any]]:
-    """What is wrong with the text of CUDA_HOME: it must be one folder, absolute, the one above bin/nvcc."""
+def cuda_home_fault(name: str, value: str) -> dict[str, Any] | None:
+    """What is wrong with the text of CUDA_HOME: it must be one folder, absolute, the one above bin/nvcc.
+
+    ``{code, message, severity, variable, value, suggestion}``, None when nothing is.
+    """
     bare = value.strip().strip("\"'")
     code = suggestion = None
     if re.search(r"[:;]", value):
@@ -1074,15 +1077,16 @@ def _review_cuda_home(name: str, value: str) -> list[dict[str, Any]]:
         code, suggestion = "cuda_home_relative", bare if bare.startswith("/") else None
         what = "is no absolute path"
     if code is None:
-        return []
-    return [_problem(code, f"{name}={value} {what}", variable=name, value=value, suggestion=suggestion)]
+        return None
+    return _problem(code, f"{name}={value} {what}", variable=name, value=value, suggestion=suggestion)
 
 
 def review_environment(env: Mapping[str, str], protect_home: str = "no") -> list[dict[str, Any]]:
     """What in a service's environment does not work: ``[{code, message, severity, variable, suggestion?}]``."""
     problems = []
     for name in ("CUDA_HOME", "CUDA_PATH"):
-        problems += _review_cuda_home(name, env.get(name, ""))
+        fault = cuda_home_fault(name, env.get(name, ""))
+        problems += [fault] if fault else []
     for name, value in env.items():
         if name in ("CUDA_HOME", "CUDA_PATH") and ":" in value:
             continue

@@ -344,3 +344,49 @@ def test_auto_takes_no_backend_that_a_given_runner_does_not_go_with(runner: str)
 def test_key_value_heads_suggest_a_size_that_is_there() -> None:
     seen = probe(H200, model={"heads": 48, "kv_heads": 8, "kv_lora_rank": None})
     assert rejection(make(seen, flags={"tp_size": 6}), "kv_heads_not_divisible")["suggestion"] == "tp4"
+
+
+@pytest.mark.parametrize(
+    ("devices", "value"),
+    [
+        ([], "none"),
+        ([{"name": "erdma_0", "mlx5": False, "state": "PORT_ACTIVE"}], "none"),
+        ([{"name": "rdmap0s6", "mlx5": False, "state": "PORT_ACTIVE"}], "none"),  # EFA
+        ([{"name": "mlx5_0", "mlx5": True, "state": "PORT_DOWN"}], "none"),
+        ([{"name": "mlx5_ib0", "mlx5": True, "state": "PORT_ACTIVE"}], None),
+        (None, None),
+    ],
+)
+def test_remote_transport_of_one_node_by_what_nvshmem_can_use(devices: Any, value: str | None) -> None:
+    seen = probe(H200)
+    seen["fabric"]["rdma"] = {"devices": devices} if devices is not None else {"state": "unknown", "devices": []}
+    plan = make(seen, moe_a2a_backend="deepep")
+    assert plan["effective"]["moe_a2a_backend"] == "deepep"
+    assert plan["env"].get("NVSHMEM_REMOTE_TRANSPORT") == value
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("/usr/local/cuda-12.8/bin", "cuda_home_is_inside_toolkit"),
+        ("/usr/local/cuda-12.8;/usr/local/cuda", "cuda_home_is_a_path_list"),
+        (":/usr/local/cuda-12.8", "cuda_home_is_a_path_list"),
+        ("cuda", "cuda_home_relative"),
+        ("/usr/local/cuda-12.8", None),
+    ],
+)
+def test_cuda_home_of_the_inventory(value: str, code: str | None) -> None:
+    plan = make(probe(B300), env_vars={"CUDA_HOME": value})
+    assert [row["code"] for row in plan["rejections"] if row["code"].startswith("cuda_home")] == (
+        [code] if code else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("visible", "code"),
+    [("0,9", "gpu_index_unknown"), ("9", "no_gpu_visible"), ("", "no_gpu_visible"), ("all", "no_gpu_visible"),
+     ("-1", "no_gpu_visible"), ("0,1", None), ("0, 1", None)],
+)  # fmt: skip
+def test_visible_devices_that_are_not_there(visible: str, code: str | None) -> None:
+    found = [row["code"] for row in make(probe(B300), env_vars={"CUDA_VISIBLE_DEVICES": visible})["rejections"]]
+    assert [name for name in found if "gpu" in name] == ([code] if code else [])
