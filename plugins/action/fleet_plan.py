@@ -10,7 +10,7 @@ from typing import Any, Optional
 import yaml
 from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
-from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan, _intents, _pairs
+from ansible_collections.gpufleet.sglang.plugins.module_utils import _fleet_plan, _intents, _pairs, _rollout
 
 
 class ActionModule(ActionBase):
@@ -51,6 +51,9 @@ class ActionModule(ActionBase):
             settings["waves"] = self._checked_waves(settings["waves"])
         fleet = _fleet_plan.fleet_plan(hosts, settings, [name for name in group if name not in hosts])
         result.update(changed=False, msg=fleet["message"])
+        short = _rollout.too_few_forks(fleet, int(variables.get("ansible_forks") or 5))
+        if short:
+            result.update(msg=f"{fleet['message']}\n{short}", warnings=[short])
         if not fleet["accepted"] and arguments["fail_on_rejection"]:
             # The message says it all; the data would print it twice more.
             result["failed"] = True

@@ -405,7 +405,7 @@ def meetings(names: Iterable[str], plans: Mapping[str, Any]) -> list[dict[str, A
         rendezvous = unit.get("rendezvous")
         if len(unit.get("hosts") or []) < 2 or not rendezvous:
             continue
-        wanted = [env[key] for key in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if env.get(key)]
+        names = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
         calls.append(
             {
                 "instance": name,
@@ -413,10 +413,28 @@ def meetings(names: Iterable[str], plans: Mapping[str, Any]) -> list[dict[str, A
                 "port": int(rendezvous["port"]),
                 "node_rank": int(unit.get("node_rank") or 0),
                 "hosts": list(unit["hosts"]),
-                "interfaces": list(dict.fromkeys(str(item) for item in wanted)),
+                "interfaces": {key: str(env[key]) for key in names if env.get(key)},
             }
         )
     return calls
+
+
+def too_few_forks(fleet: Mapping[str, Any], forks: int) -> str:
+    """A warning where an instance over several hosts has its wave served by fewer forks than it has hosts, else ''."""
+    over = {
+        item["instance"]: size
+        for wave, size in zip(fleet.get("waves") or [], fleet.get("serial") or [])
+        for item in wave
+        if len(item["hosts"]) > 1 and size > forks
+    }
+    if not over:
+        return ""
+    names = ", ".join(sorted(over))
+    return (
+        f"forks_too_few: {forks} forks for {max(over.values())} hosts of one wave with ranks of {names}: "
+        "they cannot try their rendezvous before they start, and while they load a dead rank may be seen only when the "
+        f"others have waited for it in vain; run with --forks {max(over.values())}"
+    )
 
 
 # ---- what is said ----------------------------------------------------------------------------------------------------
@@ -550,8 +568,8 @@ def rollout_text(fleet: Mapping[str, Any], hostvars: Mapping[str, Any], elapsed:
         if state == "done" and bad:
             lines.append(_what_next(groups))
         if state == "done" and unseen:
-            hosts = list(dict.fromkeys(host for host, _text in unseen))
-            lines.append(f"  {len(hosts)} WITHOUT A REQUEST from the router so far: {_shortened(hosts, 20)}")
+            without = list(dict.fromkeys(host for host, _text in unseen))
+            lines.append(f"  {len(without)} WITHOUT A REQUEST from the router so far: {_shortened(without, 20)}")
             lines += [f"    {text}" for text in _causes(unseen)]
         hosts = groups.get(state)
         if hosts:

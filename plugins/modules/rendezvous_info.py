@@ -14,7 +14,8 @@ author:
 description:
   - Run it on all hosts of an instance in one task. Rank 0 listens on the address and port that the ranks will use, the
     others reach it there. What stands in the way is told by host.
-  - The named network interfaces are looked at, too.
+  - Then the others reach rank 0 on a port that nobody agreed on, and over the interfaces that O(interfaces) names, as
+    NCCL and Gloo will do.
   - Fails when there are problems.
 extends_documentation_fragment:
   - gpufleet.sglang.attributes
@@ -42,14 +43,17 @@ options:
     elements: str
     required: true
   interfaces:
-    description: Values of C(NCCL_SOCKET_IFNAME) and its like.
-    type: list
-    elements: str
-    default: []
+    description: What the service's environment says of interfaces, by the names of its variables.
+    type: dict
+    default: {}
   together:
     description: Whether all hosts run this at the same time. If not, only a route and a free port are looked for.
     type: bool
     default: true
+  running:
+    description: The instance runs still, so that its port is not looked at. Only with O(together=false).
+    type: bool
+    default: false
   timeout:
     description: Seconds that the hosts wait for each other.
     type: float
@@ -64,16 +68,22 @@ EXAMPLES = r"""
     port: 20000
     node_rank: "{{ ['gpu-01', 'gpu-02'].index(inventory_hostname) }}"
     hosts: [gpu-01, gpu-02]
+    interfaces: {NCCL_SOCKET_IFNAME: ib0, GLOO_SOCKET_IFNAME: eth0}
 """
 
 RETURN = r"""
 problems:
-  description: What keeps this rank from the rendezvous, each with C(code) and C(message).
+  description: What keeps this rank from the rendezvous, each with C(code), C(message) and C(mend).
   returned: always
   type: list
   elements: dict
-  sample: [{code: rendezvous_unreachable, message: "10.0.0.1:20000 is not reached from here: No route to host"}]
+  sample:
+    - code: rendezvous_unreachable
+      message: "10.0.0.1:20000 is not reached from here: No route to host"
+      mend: see that the firewalls of both hosts let it through, and that sglang_rendezvous is rank 0's address
 """
+
+import socket
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.gpufleet.sglang.plugins.module_utils import _rendezvous
@@ -87,23 +97,27 @@ def main() -> None:
             "port": {"type": "int", "required": True},
             "node_rank": {"type": "int", "required": True},
             "hosts": {"type": "list", "elements": "str", "required": True},
-            "interfaces": {"type": "list", "elements": "str", "default": []},
+            "interfaces": {"type": "dict", "default": {}},
             "together": {"type": "bool", "default": True},
+            "running": {"type": "bool", "default": False},
             "timeout": {"type": "float", "default": 20},
         },
         supports_check_mode=True,
     )
     params = module.params
-    problems = _rendezvous.check_interfaces(params["interfaces"])
+    interfaces = {name: str(value) for name, value in params["interfaces"].items()}
+    problems = _rendezvous.check_interfaces(interfaces)
+    problems += _rendezvous.check_loopback(params["address"], interfaces, socket.gethostname())
     problems += _rendezvous.meet(
         params["address"], params["port"], params["node_rank"], params["hosts"], params["instance"],
-        params["timeout"], params["together"],
+        params["timeout"], params["together"], params["running"] and not params["together"], interfaces,
     )  # fmt: skip
     if problems:
-        told = "; ".join(item["message"] for item in problems)
+        told = "; ".join(f"{item['message']} [{item['code']}]; mend: {item['mend']}" for item in problems)
         module.fail_json(
-            msg=f"instance {params['instance']}, rank {params['node_rank']}: {told} (sglang_rendezvous)",
+            msg=f"instance {params['instance']}, rank {params['node_rank']}: {told}",
             problems=problems,
+            cause=problems[0],
         )
     module.exit_json(changed=False, problems=[])
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from ansible_collections.gpufleet.sglang.plugins.module_utils._rollout import too_few_forks
 from ansible_collections.gpufleet.sglang.plugins.plugin_utils._members import Members, death_text
 
 HOSTS = ["gpu-01", "gpu-02", "gpu-03"]
@@ -113,3 +114,17 @@ def test_a_host_that_went_away_is_not_called_dead(ranks):
 def test_a_rank_that_followed_is_no_cause(ranks):
     ranks[1].tell("followed", "loading")
     assert ranks[0].lost() is None and ranks[0].first("failed", OWN, 1.0) is None
+
+
+@pytest.mark.parametrize(("forks", "told"), [(5, True), (15, True), (16, False)])
+def test_too_few_forks_for_the_ranks_of_a_wave_are_told_before_it(forks, told):
+    fleet = {
+        "waves": [
+            [{"instance": "small", "hosts": ["a"]}],
+            [{"instance": "big", "hosts": [f"h{n}" for n in range(16)]}],
+        ],
+        "serial": [1, 16],
+    }
+    text = too_few_forks(fleet, forks)
+    assert bool(text) is told and (not told or ("--forks 16" in text and "big" in text and "small" not in text))
+    assert too_few_forks({"waves": [fleet["waves"][0] * 9], "serial": [9]}, 5) == "", "hosts by themselves need none"

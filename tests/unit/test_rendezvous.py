@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 
@@ -52,30 +53,91 @@ def test_a_rank_that_reaches_nobody_says_so():
 )
 def test_addresses_that_are_not_rank_0s(address, code):
     (problem,) = _rendezvous.meet(address, free_port(), 0, HOSTS, "big", 0.1, True)
-    assert problem["code"] == code
+    assert problem["code"] == code and problem["mend"]
+    assert [item["code"] for item in _rendezvous.meet(address, 1, 0, HOSTS, "big", 0.1, False, True)] == [code]
 
 
 def test_a_taken_port():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        (problem,) = _rendezvous.meet("127.0.0.1", server.getsockname()[1], 0, HOSTS, "big", 0.1, True)
+        port = server.getsockname()[1]
+        (problem,) = _rendezvous.meet("127.0.0.1", port, 0, HOSTS, "big", 0.1, True)
+        assert _rendezvous.meet("127.0.0.1", port, 0, HOSTS, "big", 0.1, False, True) == [], "the old revision runs yet"
     assert problem["code"] == "rendezvous_port_taken"
 
 
+def rank_0_that_offers(offer):
+    """A listener that welcomes one rank with this offer."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def welcome():
+        peer, _from = server.accept()
+        with peer:
+            peer.recv(200)
+            peer.sendall(b"welcome " + json.dumps(offer).encode() + b"\n")
+            peer.recv(1)
+
+    threading.Thread(target=welcome, daemon=True).start()
+    return server
+
+
+def test_a_firewall_that_lets_only_the_rendezvous_through():
+    with rank_0_that_offers({"port": free_port(), "addresses": {}}) as server:
+        (problem,) = _rendezvous.greet("127.0.0.1", server.getsockname()[1], "big", 1, 0.1, {})
+    assert problem["code"] == "ports_blocked" and "any port" in problem["mend"]
+
+
+def test_interfaces_of_two_hosts_that_do_not_reach_each_other(monkeypatch):
+    own, asked = {"NCCL_SOCKET_IFNAME": [("docker0", "172.17.0.1"), ("ib0", "10.1.0.2")]}, []
+    reached = [("ib0", "10.1.0.1")]
+
+    def knock(_family, address, _port, interface):
+        asked.append((interface, address))
+        return "timed out" if interface and (interface, address) not in reached else None
+
+    monkeypatch.setattr(_rendezvous, "_knock", knock)
+    offer = {"port": 1, "addresses": {"NCCL_SOCKET_IFNAME": [["docker0", "172.17.0.1"], ["ib0", "10.1.0.1"]]}}
+    for codes in ([], ["interface_apart"]):
+        with rank_0_that_offers(offer) as server:
+            found = _rendezvous.greet("127.0.0.1", server.getsockname()[1], "big", 1, 0.1, own)
+        assert [item["code"] for item in found] == codes
+        assert all("NCCL_SOCKET_IFNAME" in item["mend"] for item in found)
+        reached.clear()
+    assert (None, "127.0.0.1") in asked and ("docker0", "10.1.0.1") in asked
+
+
+def test_a_name_that_is_another_address_here_is_told_with_it(monkeypatch):
+    monkeypatch.setattr(_rendezvous, "resolve", lambda _name, port: (socket.AF_INET, ("127.0.0.1", port)))
+    (problem,) = _rendezvous.meet("head", free_port(), 1, HOSTS, "big", 0.1, True)
+    assert "head (127.0.0.1 here)" in problem["message"]
+
+
+def test_addresses_that_only_the_host_itself_reaches(monkeypatch):
+    known = {"head": "127.0.1.1", "10.0.0.1": "10.0.0.1", "gpu-02": "127.0.1.1"}
+    monkeypatch.setattr(_rendezvous, "resolve", lambda name, port: (socket.AF_INET, (known[name], port)))
+    found = _rendezvous.check_loopback("head", {}, "gpu-02")
+    assert [item["code"] for item in found] == ["rendezvous_loopback", "gloo_on_loopback"]
+    assert _rendezvous.check_loopback("10.0.0.1", {"GLOO_SOCKET_IFNAME": "eth0"}, "gpu-02") == []
+
+
 @pytest.mark.parametrize(
-    ("wanted", "codes"),
+    ("variable", "wanted", "codes"),
     [
-        (["eth"], []),
-        (["=eth0"], []),
-        (["=eth"], ["interface_absent"]),
-        (["ib0"], ["interface_down"]),
-        (["ib0,eth0"], []),
-        (["^docker"], []),
-        (["enp"], ["interface_absent"]),
-        ([], []),
+        ("NCCL_SOCKET_IFNAME", "eth", []),
+        ("NCCL_SOCKET_IFNAME", "=eth0", []),
+        ("NCCL_SOCKET_IFNAME", "=eth", ["interface_absent"]),
+        ("NCCL_SOCKET_IFNAME", "ib0", ["interface_down"]),
+        ("NCCL_SOCKET_IFNAME", "ib0,eth0", []),
+        ("NCCL_SOCKET_IFNAME", "^docker", []),
+        ("NCCL_SOCKET_IFNAME", "enp", ["interface_absent"]),
+        ("GLOO_SOCKET_IFNAME", "eth0", []),
+        ("GLOO_SOCKET_IFNAME", "eth", ["interface_absent"]),
     ],
 )
-def test_interfaces_are_named_as_nccl_names_them(tmp_path, wanted, codes):
+def test_interfaces_are_named_as_nccl_and_gloo_name_them(tmp_path, variable, wanted, codes):
     for name, state in (("eth0", "up"), ("ib0", "down")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "operstate").write_text(state + "\n")
-    assert [item["code"] for item in _rendezvous.check_interfaces(wanted, str(tmp_path))] == codes
+    found = _rendezvous.check_interfaces({variable: wanted}, str(tmp_path))
+    assert [item["code"] for item in found] == codes
+    assert all(variable in item["message"] and variable in item["mend"] for item in found)
+    assert _rendezvous.check_interfaces({}, str(tmp_path)) == []
