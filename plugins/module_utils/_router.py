@@ -280,8 +280,8 @@ def read_load(url: str, http: Http, key: Optional[str] = None) -> Optional[Load]
     if answer.status != 200:
         return None
     running, queued = _metric(answer.body, RUNNING), _metric(answer.body, QUEUED)
-    sending = _metric(answer.body, SENDING) or 0
-    return None if running is None else Load(int(running + sending), int(queued or 0), "metrics")
+    inflight = _metric(answer.body, SENDING) or 0
+    return None if running is None else Load(int(running + inflight), int(queued or 0), "metrics")
 
 
 def _metric(text: str, names: tuple[str, ...]) -> Optional[float]:
