@@ -96,7 +96,13 @@ PREFLIGHT: dict[str, ServiceCode] = {
         "warning", "A run was interrupted after the swap of the unit file.", "Run site.yml again.", _RUN),
     "libraries_differ": ServiceCode(
         "warning", "The venv has other libraries than when the revision ran that is gone back to.",
-        "Restore them (backend_packages, state restored).", _RUN),
+        "rollback.yml restores them where a journal leads back; the message says why none does, or which do.", _RUN),
+    "overtaken": ServiceCode(
+        "error", "Another run claimed or changed the instance meanwhile; this one left it as it is.",
+        "Let that run end, then give the same command again.", _RUN),
+    "journal_unreadable": ServiceCode(
+        "warning", "The journal of packages cannot be read, so packages cannot go back with a revision.",
+        "See what the message names; a journal that is damaged can be removed.", _RUN),
     "memlock_effective_below_unit": ServiceCode(
         "warning", "The kernel granted less locked memory than the unit asks for.",
         "Look at the container's or the manager's own limit, and at systemd 240.", "systemd/systemd#13331"),

@@ -23,9 +23,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils._service_unit impo
     Request,
     ServiceError,
     ServiceUnit,
-    mask_environment,
 )
 from ansible_collections.gpufleet.sglang.plugins.module_utils._systemd_quote import parse_environment_file
+from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_deploy import mask_environment
 from ansible_collections.gpufleet.sglang.plugins.module_utils._unit_file import (
     parse_unit,
     settings,
@@ -306,6 +306,17 @@ def test_packages_that_somebody_else_changed_have_no_way_back(machine: Machine) 
     machine.library("torch", "2.15.0", "2.15.0")
     machine.library("sglang", "0.6.0", "by hand")
     assert "no journal leads" in machine("rolled_back", check_mode=True)["packages"]["reason"]
+
+
+def test_a_journal_that_cannot_be_read_keeps_nobody_from_going_back(machine: Machine) -> None:
+    good = machine(plan=plan())["revision"]
+    machine("accepted")
+    swap_library(machine, "j1", "2.15.0")
+    machine(plan=plan("--new"))
+    (machine.root / "var/lib/gpufleet-sglang/journal/j1/entry.json").write_text("garbage")
+    back = machine("rolled_back")
+    assert back["current"] == good and back["packages"]["journals"] == [] and back["packages"]["reason"]
+    assert "journal_unreadable" in [item["code"] for item in back["problems"]]
 
 
 def test_another_instance_on_the_venv_is_named(machine: Machine) -> None:
