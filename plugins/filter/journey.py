@@ -40,6 +40,7 @@ ROLLOUT = (
     "meetings",
     "members_behind",
     "outcome",
+    "revision_refused",
     "rollout_text",
     "router_calls",
     "serving",

@@ -300,10 +300,12 @@ def wave_failed(hostvars: Mapping[str, Any], hosts: Iterable[str], on_unreachabl
     return any(failure and not (failure.get("lost") and on_unreachable == "skip") for failure in failures)
 
 
-def bare_plans(intents: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """Plans of a host's instances with only what a rollback needs; nothing was probed for them."""
+def bare_plans(intents: Mapping[str, Any], host: str, only: str = "") -> dict[str, Any]:
+    """Plans of a host's instances, or of one, with only what a rollback needs; nothing was probed for them."""
     plans = {}
     for name, intent in (intents.get("instances") or {}).items():
+        if only and name != only:
+            continue
         hosts = list(intent.get("hosts") or [])
         unit = {key: intent.get(key) for key in ("user", "group", "host", "port", "venv", "model_path", "role")}
         unit.update(
@@ -314,6 +316,23 @@ def bare_plans(intents: Mapping[str, Any], host: str) -> dict[str, Any]:
         )
         plans[name] = {"instance": name, "service": True, "unit": unit, "remedies": [], "rejections": []}
     return plans
+
+
+def revision_refused(plans: Mapping[str, Any], host: str, revision: str) -> str:
+    """Why ``revision`` cannot be what the services of ``plans`` go back to; "" when it can."""
+    if not revision or not plans:
+        return ""
+    begin = f"{host}: rollback_revision is {revision}, "
+    if len(plans) > 1:
+        names = ", ".join(sorted(plans))
+        return f"{begin}and a revision is of one instance; set rollback_instance to one of {names}"
+    name, plan = next(iter(plans.items()))
+    if len(_members(plan, host)) > 1:
+        return (
+            f"{begin}and instance {name} is over several hosts, each with revisions of its own; "
+            "leave rollback_revision out, and all of them go back to the last good one"
+        )
+    return ""
 
 
 # ---- load balancers --------------------------------------------------------------------------------------------------

@@ -364,12 +364,12 @@ def test_instances_that_share_a_venv_go_back_together_or_the_packages_stay(first
     first.converge("-", **two("good"))
     revision = first.revision_of("old-default")
     pid = first.shell("bk-a", "systemctl show -P MainPID sglang-second")
-    only = {"sglang_instances": {"default": two("good")["sglang_instances"]["default"]}}
-    status, out = rollback(first, rollback_revision=revision, **only)
+    status, out = rollback(first, rollback_revision=revision, **two("good"))
+    assert status == 2 and "set rollback_instance to one of default, second" in out and "Wave" not in out
+    status, out = rollback(first, rollback_revision=revision, rollback_instance="default", **two("good"))
     assert status == 0 and "instance second runs from this venv, too" in out, out[-4000:]
     assert first.serves() == "old-default" and "nixl-9.0.dist-info" in has_nixl(first)
     assert first.shell("bk-a", "systemctl show -P MainPID sglang-second") == pid, "not touched"
-    first.shell("bk-a", "true")
     module(first, "service_unit", instance="second", state="absent")
 
 

@@ -201,3 +201,15 @@ def test_a_damaged_revision_holds_no_journal(tmp_path: Path) -> None:
         (folder / "meta.json").write_text(text)
     found = _libraries.kept_for_revisions(str(tmp_path), "/v")
     assert found is not None and sorted(map(sorted, found)) == [[], ["j1"]]
+
+
+def test_a_named_revision_is_of_one_instance_on_one_host() -> None:
+    intents = {"instances": {"a": {}, "b": {}, "big": {"hosts": HOSTS}}}
+    assert list(_rollout.bare_plans(intents, "h1")) == ["a", "b", "big"]
+    alone = _rollout.bare_plans(intents, "h1", "b")
+    assert list(alone) == ["b"] and _rollout.bare_plans(intents, "h1", "gone") == {}
+    assert _rollout.revision_refused(alone, "h1", "5f") == "" == _rollout.revision_refused({}, "h1", "5f")
+    assert _rollout.revision_refused(_rollout.bare_plans(intents, "h1"), "h1", "") == ""
+    told = _rollout.revision_refused(_rollout.bare_plans(intents, "h1"), "h1", "5f")
+    assert told.startswith("h1: rollback_revision is 5f") and "rollback_instance to one of a, b, big" in told
+    assert "over several hosts" in _rollout.revision_refused(_rollout.bare_plans(intents, "h1", "big"), "h1", "5f")
