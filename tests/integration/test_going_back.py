@@ -244,12 +244,12 @@ def test_a_killed_run_hinders_nobody(first):
 # ---- packages --------------------------------------------------------------------------------------------------------
 
 
-def module(site, name, **options):
+def module(site, name, *arguments, **options):
     """One module call on the first host, with its result."""
     command = [str(Path(sys.executable).with_name("ansible")), "-i", str(site.hosts.inventory), "bk-a", "-b", "-m",
-               f"gpufleet.sglang.{name}", "-a", json.dumps(options)]  # fmt: skip
+               f"gpufleet.sglang.{name}", "-a", json.dumps(options), *arguments]  # fmt: skip
     env = {**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"), "ANSIBLE_FORCE_COLOR": "0",
-           "ANSIBLE_LOAD_CALLBACK_PLUGINS": "1", "ANSIBLE_STDOUT_CALLBACK": "minimal"}  # fmt: skip
+           "ANSIBLE_LOAD_CALLBACK_PLUGINS": "1", "ANSIBLE_STDOUT_CALLBACK": "minimal", "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"}  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "=>" in done.stdout, done.stdout + done.stderr
     return json.loads(done.stdout.partition("=>")[2])
@@ -309,7 +309,7 @@ def test_by_hand_the_packages_come_back_with_the_revision(first):
     status, out = rollback(first, rollback_revision=old)
     assert status == 0 and "1 done: bk-a" in out, out[-4000:]
     assert "nixl-1.0.dist-info" in has_nixl(first) and first.serves() == "seven-old"
-    seen = module(first, "service_unit", state="rolled_back", revision=old, _ansible_check_mode=False)
+    seen = module(first, "service_unit", "--check", state="rolled_back", revision=old)
     assert seen["libraries_differ"] == [] and swapped not in seen["packages"]["journals"]
 
 
