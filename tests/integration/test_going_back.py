@@ -249,7 +249,8 @@ def module(site, name, *arguments, **options):
     command = [str(Path(sys.executable).with_name("ansible")), "-i", str(site.hosts.inventory), "bk-a", "-b", "-m",
                f"gpufleet.sglang.{name}", "-a", json.dumps(options), *arguments]  # fmt: skip
     env = {**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(ROOT / "collections"), "ANSIBLE_FORCE_COLOR": "0",
-           "ANSIBLE_LOAD_CALLBACK_PLUGINS": "1", "ANSIBLE_STDOUT_CALLBACK": "minimal", "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"}  # fmt: skip
+           "ANSIBLE_LOAD_CALLBACK_PLUGINS": "1", "ANSIBLE_STDOUT_CALLBACK": "minimal",
+           "ANSIBLE_CALLBACK_RESULT_FORMAT": "json"}  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
     assert "=>" in done.stdout, done.stdout + done.stderr
     return json.loads(done.stdout.partition("=>")[2])
