@@ -54,6 +54,9 @@ class ServiceUnit(Deploy, GoingBack):
             raise ServiceError(str(error), **self._about_others(), problems=self._all_problems()) from error
         except StoreError as error:
             raise ServiceError(str(error), problems=self._all_problems()) from error
+        except OSError as error:
+            what = f"state {self.request.state} of {self.request.instance} was not reached"
+            raise ServiceError(f"{what}: {error}", problems=self._all_problems()) from error
         except ServiceError as error:
             error.details.setdefault("problems", self._all_problems())
             raise

@@ -246,6 +246,13 @@ def test_accept_and_roll_back(machine: Machine) -> None:
         machine("rolled_back", revision="f" * 16)
 
 
+def test_a_record_that_cannot_be_written_is_told_in_one_sentence(machine: Machine) -> None:
+    machine(plan=plan())
+    (machine.root / "var/lib/gpufleet-sglang/instances/default/last_good").mkdir()
+    with pytest.raises(ServiceError, match="state accepted of default was not reached: "):
+        machine("accepted")
+
+
 def test_accepting_what_does_not_run_is_refused(machine: Machine) -> None:
     with pytest.raises(ServiceError, match="nothing to accept"):
         machine("accepted")
