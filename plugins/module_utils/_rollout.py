@@ -219,12 +219,8 @@ def after_going_back(failure: Mapping[str, Any], back: Mapping[str, Any]) -> dic
     if not back.get("overtaken"):
         return dict(failure)
     told = "; ".join(f"{name}: {text}" for name, text in back["overtaken"].items())
-    begun = f"{failure['message']}; " if failure else ""
-    return {
-        **{"task": "Go back", **failure},
-        "message": begun + told,
-        "cause": {"code": "overtaken"},
-    }
+    begun = f"; before that, {failure.get('task')}: {failure.get('message')}" if failure else ""
+    return {**failure, "task": "Go back", "message": told + begun, "cause": {"code": "overtaken"}}
 
 
 def back_work(previews: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
