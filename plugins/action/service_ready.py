@@ -34,12 +34,19 @@ class ActionModule(SlicedActionBase):
     def between(self, result: dict[str, Any]) -> Optional[dict[str, Any]]:
         if self.members is None:
             return None
+        seen = result.get("observation") or {}
+        uptime = (seen.get("unit") or {}).get("uptime")
+        up = bool(result.get("ready") or seen.get("listener"))
+        self.members.tell("", str(result.get("state")), up=up, uptime=uptime)
         if result.get("ready"):
             self.members.pause(MEMBER_SLICE_SECONDS)
         lost = self.members.lost()
         if lost:
             here = f"rank {self.members.rank} was {result.get('state')}, and is not waited for"
             return dict(result, failed=True, ready=False, cause=lost["cause"], followed=lost, msg=here)
+        cause = self.members.apart()
+        if cause:
+            return dict(result, failed=True, state="apart", cause=cause, msg=self._apart_text(cause))
         return result if result.get("ready") and not self.members.watched() else None
 
     def run(self, tmp: Optional[str] = None, task_vars: Optional[dict[str, Any]] = None) -> dict[str, Any]:
@@ -79,6 +86,11 @@ class ActionModule(SlicedActionBase):
                 msg=f"{instance}: {death_text(first)}; {result.get('msg')}",
             )
         return result
+
+    def _apart_text(self, cause: Mapping[str, Any]) -> str:
+        assert self.members
+        rank, host = self.members.rank, self.members.hosts[self.members.rank]
+        return death_text({"rank": rank, "host": host, "state": "apart", "cause": cause})
 
     def _folder(self, instance: str, hosts: list[str]) -> str:
         """Where the ranks of this one wait write: a later wait of the run is another task, or included anew."""

@@ -25,13 +25,16 @@ FOLLOWS = {
     "stopped": 2,
     "peer_died": 3,
 }
+# How much later a start must be, and how long the others must have answered, to be no matter of seconds.
+APART_SECONDS = 45.0
 Note = dict[str, Any]
 
 
 class Members:
     """The notes of one wait: ``folder`` is the wait's own, ``rank`` the position of this host in ``hosts``.
 
-    A note is ``{host, rank, end: "" | dying | dead | ready, state, cause}``.
+    A note is ``{host, rank, end: "" | dying | dead | followed | ready, state, cause, up, started}``; ``up``: it
+    answers, so that it was in a process group with all others; ``started``: of its process, on the controller's clock.
     """
 
     def __init__(
@@ -44,20 +47,31 @@ class Members:
     ) -> None:
         self.folder, self.hosts, self.rank = folder, list(hosts), rank
         self.clock, self.sleep = clock, sleep
+        self.own: Note = {}
+        self.apart_since: Optional[float] = None
 
-    def tell(self, end: str = "", state: str = "", cause: Optional[Mapping[str, Any]] = None) -> None:
+    def tell(
+        self,
+        end: str = "",
+        state: str = "",
+        cause: Optional[Mapping[str, Any]] = None,
+        up: bool = False,
+        uptime: Optional[float] = None,
+    ) -> None:
         """Replace this rank's note."""
         os.makedirs(self.folder, mode=0o700, exist_ok=True)
-        note = {
+        self.own = {
             "host": self.hosts[self.rank],
             "rank": self.rank,
             "end": end,
             "state": state,
             "cause": dict(cause or {}),
+            "up": up,
+            "started": None if uptime is None else self.clock() - uptime,
         }
         part = os.path.join(self.folder, f".{self.rank}.{os.getpid()}")
         with open(part, "w", encoding="utf-8") as handle:
-            json.dump(note, handle)
+            json.dump(self.own, handle)
         os.replace(part, self._path(self.rank))
 
     def _path(self, rank: int) -> str:
@@ -78,6 +92,34 @@ class Members:
     def lost(self) -> Optional[Note]:
         """The rank whose end ends the others: of those that are dead, the one that most likely was the first."""
         return min((note for note in self.notes() if note["end"] == "dead"), key=lateness, default=None)
+
+    def apart(self) -> Optional[dict[str, Any]]:
+        """The cause when this rank waits in vain for others that are still in the process group of an earlier start.
+
+        A rank answers only after all have joined, so that one that was started later and does not answer a while after
+        the others do is in no group with them.
+        """
+        started = self.own.get("started")
+        older = [
+            note
+            for note in self.notes()
+            if note["up"] and note["started"] is not None and started and started - note["started"] > APART_SECONDS
+        ]
+        if self.own.get("up") or not older:
+            self.apart_since = None
+            return None
+        self.apart_since = self.clock() if self.apart_since is None else self.apart_since
+        if self.clock() - self.apart_since < APART_SECONDS:
+            return None
+        other = older[0]
+        later = started - other["started"]
+        return {
+            "code": "ranks_apart",
+            "message": f"it was started {later:.0f} s after rank {other['rank']} on {other['host']}, which is in the "
+            "process group of its own start: a rank cannot come back alone",
+            "mend": f"stop the unit on {other['host']}; the next site.yml then starts all ranks together",
+            "lines": [],
+        }
 
     def watched(self) -> bool:
         """Whether a rank that is up goes on watching: rank 0 waits still, and no rank is left that needs this fork."""
@@ -118,7 +160,8 @@ def lateness(note: Mapping[str, Any]) -> tuple[int, int]:
 def death_text(note: Mapping[str, Any]) -> str:
     """``rank 1 on gpu-02 is dead: <its cause>``."""
     cause = note.get("cause") or {}
-    text = f"rank {note['rank']} on {note['host']} is {'dead' if note.get('state') != 'unreachable' else 'unreachable'}"
+    word = note["state"] if note.get("state") in ("unreachable", "apart") else "dead"
+    text = f"rank {note['rank']} on {note['host']} is {word}"
     text += f": {cause.get('message') or note.get('state')}"
     text += f" [{cause['code']}]" if cause.get("code") else ""
     return text + (f"; mend: {cause['mend']}" if cause.get("mend") else "")

@@ -128,3 +128,41 @@ def test_too_few_forks_for_the_ranks_of_a_wave_are_told_before_it(forks, told):
     text = too_few_forks(fleet, forks)
     assert bool(text) is told and (not told or ("--forks 16" in text and "big" in text and "small" not in text))
     assert too_few_forks({"waves": [fleet["waves"][0] * 9], "serial": [9]}, 5) == "", "hosts by themselves need none"
+
+
+def test_a_rank_that_came_back_alone_is_apart_from_the_group_that_the_others_are_in(ranks):
+    clock = ranks[0].time
+    clock.now = 5000.0
+    ranks[1].tell("", "ready", up=True, uptime=4000.0)
+    ranks[0].tell("", "loading", up=False, uptime=300.0)
+    assert ranks[0].apart() is None, "seen once is not seen for a while"
+    clock.now += 44.0
+    assert ranks[0].apart() is None
+    clock.now += 2.0
+    cause = ranks[0].apart()
+    assert cause["code"] == "ranks_apart" and "3700 s after rank 1 on gpu-02" in cause["message"]
+    assert "gpu-02" in cause["mend"] and ranks[1].apart() is None, "the one that came back later tells"
+
+
+@pytest.mark.parametrize(
+    ("other", "own"),
+    [
+        ({"up": True, "uptime": 4000.0}, {"up": True, "uptime": 300.0}),
+        ({"up": False, "uptime": 4000.0}, {"up": False, "uptime": 300.0}),
+        ({"up": True, "uptime": 300.0}, {"up": False, "uptime": 290.0}),
+        ({"up": True, "uptime": 300.0}, {"up": False, "uptime": 4000.0}),
+        ({"up": True, "uptime": None}, {"up": False, "uptime": 300.0}),
+        ({"up": True, "uptime": 4000.0}, {"up": False, "uptime": None}),
+    ],
+    ids=["answers", "others load too", "started together", "the other came later", "unknown there", "unknown here"],
+)
+def test_ranks_that_may_be_together_are_not_apart(ranks, other, own):
+    clock = ranks[0].time
+    clock.now = 5000.0
+    for _look in range(3):
+        ranks[1].tell("", "x", **other)
+        ranks[0].tell("", "x", **own)
+        assert ranks[0].apart() is None
+        clock.now += 100.0
+        for name in (other, own):
+            name.update(uptime=name["uptime"] and name["uptime"] + 100.0)
