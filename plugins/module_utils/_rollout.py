@@ -214,13 +214,30 @@ def going_back(
     return {"names": names, "stop": stop, "journals": journals, "notes": notes, "overtaken": overtaken}
 
 
-def after_going_back(failure: Mapping[str, Any], back: Mapping[str, Any]) -> dict[str, Any]:
-    """The failure of a host once its instances went back, or were left to another run."""
-    if not back.get("overtaken"):
+def after_going_back(
+    failure: Mapping[str, Any],
+    back: Mapping[str, Any],
+    services: Mapping[str, Any],
+    host: str,
+    hostvars: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The failure of a host once its instances went back, or were left to another run.
+
+    A host that was done, and goes back for another member's sake, failed with it.
+    """
+    if back.get("overtaken"):
+        told = "; ".join(f"{name}: {text}" for name, text in back["overtaken"].items())
+        begun = f"; before that, {failure.get('task')}: {failure.get('message')}" if failure else ""
+        return {**failure, "task": "Go back", "message": told + begun, "cause": {"code": "overtaken"}}
+    if failure:
         return dict(failure)
-    told = "; ".join(f"{name}: {text}" for name, text in back["overtaken"].items())
-    begun = f"; before that, {failure.get('task')}: {failure.get('message')}" if failure else ""
-    return {**failure, "task": "Go back", "message": told + begun, "cause": {"code": "overtaken"}}
+    told = "; ".join(
+        f"{member}{FOLLOWS}{name}, failed"
+        for name in back.get("names") or []
+        for member in _members(services[name], host)
+        if member != host and _fact(hostvars, member, "rollout_failure")
+    )
+    return {"task": "Go back", "message": told, "cause": {}} if told else {}
 
 
 def back_work(previews: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

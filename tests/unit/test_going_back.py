@@ -135,14 +135,26 @@ def test_what_another_run_changed_is_left_to_it_with_its_packages_and_its_ranks(
     assert found["names"] == [] and found["overtaken"] == {"big": "h2: another run …"}
 
 
+def after(failure: dict[str, Any], found: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    return _rollout.after_going_back(failure, found, SERVICES, "h1", facts)
+
+
+def test_a_rank_that_was_done_and_goes_back_for_another_one_failed_with_it() -> None:
+    failed = {"rollout_failure": {"task": "t", "message": "m"}}
+    told = after({}, {"names": ["a", "big"]}, h1={}, h2=failed)
+    assert told["message"] == "h2, a member of instance big, failed"
+    assert _rollout.outcome(told, {"needed": True}, {"big": "last_good"})["state"] == "went_back"
+    assert after({}, {"names": ["a", "big"]}, h1={}, h2={}) == {}, "a rollback by hand"
+
+
 def test_the_summary_says_overtaken_and_what_to_do() -> None:
     begun = {"task": "Wait", "message": "revision_mismatch", "cause": {"code": "revision_mismatch"}}
-    failure = _rollout.after_going_back(begun, {"overtaken": {"a": "another run: revision x is current"}})
+    failure = after(begun, {"overtaken": {"a": "another run: revision x is current"}})
     seen = _rollout.outcome(failure, {"needed": True}, {"a": "overtaken"}, ["the packages stay"])
     assert seen["state"] == "overtaken" and seen["text"].endswith("the packages stay")
     assert seen["text"].startswith("Go back: a: another run: revision x is current; before that, Wait: revision_mism")
-    assert _rollout.after_going_back(begun, {"overtaken": {}}) == begun
-    assert _rollout.after_going_back({}, {"overtaken": {"a": "x"}})["task"] == "Go back"
+    assert after(begun, {"overtaken": {}}) == begun
+    assert after({}, {"overtaken": {"a": "x"}})["task"] == "Go back"
     second = _rollout.failed_going_back(begun, {"task": "Go back", "message": "locked", "cause": OVERTAKEN})
     assert _rollout.outcome(second, {}, {})["state"] == "overtaken"
     fleet = {"order": ["h1"], "serial": [1], "waves": []}
