@@ -160,7 +160,8 @@ def lateness(note: Mapping[str, Any]) -> tuple[int, int]:
 def death_text(note: Mapping[str, Any]) -> str:
     """``rank 1 on gpu-02 is dead: <its cause>``."""
     cause = note.get("cause") or {}
-    word = note["state"] if note.get("state") in ("unreachable", "apart") else "dead"
+    words = {"failed": "dead", "crash_loop": "dead", "stopped": "dead", "unreachable": "unreachable", "apart": "apart"}
+    word = words.get(str(note.get("state")), "not ready")
     text = f"rank {note['rank']} on {note['host']} is {word}"
     text += f": {cause.get('message') or note.get('state')}"
     text += f" [{cause['code']}]" if cause.get("code") else ""

@@ -166,3 +166,8 @@ def test_ranks_that_may_be_together_are_not_apart(ranks, other, own):
         clock.now += 100.0
         for name in (other, own):
             name.update(uptime=name["uptime"] and name["uptime"] + 100.0)
+
+
+def test_a_rank_that_only_takes_too_long_is_not_called_dead(ranks):
+    ranks[0].tell("dead", "stuck", {"code": "never_listened", "message": "nothing listens"})
+    assert death_text(ranks[1].lost()) == "rank 0 on gpu-01 is not ready: nothing listens [never_listened]"
