@@ -81,6 +81,10 @@ problems:
     - code: rendezvous_unreachable
       message: "10.0.0.1:20000 is not reached from here: No route to host"
       mend: see that the firewalls of both hosts let it through, and that sglang_rendezvous is rank 0's address
+cause:
+  description: The first of RV(problems).
+  returned: failure
+  type: dict
 """
 
 import socket
