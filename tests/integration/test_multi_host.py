@@ -22,6 +22,8 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "GLOO_SOCKET_IFNAME": "eth0",
 }
+# The file is a mount: it cannot be replaced, only written.
+FORGET = "grep -v rank-zero /etc/hosts > /tmp/hosts; cat /tmp/hosts > /etc/hosts"
 BODY = {"text": "hello", "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0}}
 
 
@@ -144,7 +146,6 @@ def test_what_keeps_the_ranks_apart_is_told_while_the_old_revision_serves(pair):
         pair.address = ADDRESS[HEAD]
         told = done.stdout[done.stdout.index("Rollout FAILED") :]
         assert done.returncode == 2 and code in told and mend in told and host in told, told
-        assert "big: " not in told or "stopped" not in told
         assert [pair.pid(one) for one in (HEAD, OTHER)] == pids, f"{code} cost a restart"
     assert pair.both_serve("one")
 
@@ -154,7 +155,7 @@ def test_what_shows_only_when_the_ranks_meet_brings_the_old_revision_back(pair, 
     undo, codes = {
         "blackhole": ((OTHER, "ip route del blackhole 10.91.41.11/32"), ["rendezvous_unreachable"]),
         "port": ((HEAD, "kill $(cat /run/taker.pid)"), ["rendezvous_port_taken"]),
-        "name": ((OTHER, "sed -i /rank-zero/d /etc/hosts"), ["rendezvous_unreachable", "rank-zero (10.91.41.99 here)"]),
+        "name": ((OTHER, FORGET), ["rendezvous_unreachable", "rank-zero (10.91.41.99 here)"]),
     }[fault]
     if fault == "blackhole":
         pair.hosts.shell(OTHER, "ip route add blackhole 10.91.41.11/32")
@@ -180,7 +181,7 @@ def test_what_shows_only_when_the_ranks_meet_brings_the_old_revision_back(pair, 
         pair.address = ADDRESS[HEAD]
         pair.hosts.shell(*undo)
         if fault == "name":
-            pair.hosts.shell(HEAD, "sed -i /rank-zero/d /etc/hosts")
+            pair.hosts.shell(HEAD, FORGET)
     assert done.returncode == 2, done.stdout[-3000:]
     if fault != "blackhole":
         # Without a way back rank 1 cannot join the old revision either: the next run converges it.
