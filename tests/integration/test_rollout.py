@@ -47,13 +47,13 @@ class Rollout:
     def __init__(self, hosts, folder):
         self.hosts, self.folder = hosts, folder
 
-    def command(self, limit, revision, **more):
+    def command(self, limit, revision, playbook="site", **more):
         values = {**VARIABLES, "sglang_env_vars": {"STAND_IN_REVISION": revision}, **more}
         values["sglang_artifacts_dir"] = str(self.folder)
         extra = self.folder / "vars.json"
         extra.write_text(json.dumps(values))
-        playbook = str(Path(sys.executable).with_name("ansible-playbook"))
-        return [playbook, "-i", str(self.hosts.inventory), "gpufleet.sglang.site", "--limit", ",".join(limit),
+        program = str(Path(sys.executable).with_name("ansible-playbook"))
+        return [program, "-i", str(self.hosts.inventory), f"gpufleet.sglang.{playbook}", "--limit", ",".join(limit),
                 "-e", f"@{extra}"]  # fmt: skip
 
     def env(self):
@@ -96,6 +96,19 @@ def rollout(hosts, tmp_path_factory):
     done = rollout.run(STAND_INS, "one", sglang_waves=[4])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
     return rollout
+
+
+def test_verify_says_which_host_is_not_as_planned_and_changes_nothing(rollout):
+    done = rollout.run(STAND_INS, "one", playbook="verify")
+    assert done.returncode == 0 and "changed=0" in done.stdout, done.stdout[-3000:] + done.stderr
+    rollout.hosts.shell("roll-f", "systemctl stop sglang-default")
+    done = rollout.run(STAND_INS, "one", playbook="verify")
+    rollout.hosts.shell("roll-f", "systemctl start sglang-default")
+    assert done.returncode == 2
+    assert "roll-f: default" in done.stdout and "roll-c: default" not in done.stdout, done.stdout[-3000:]
+    done = rollout.run(["roll-c"], "other", playbook="verify")
+    assert done.returncode == 2 and "STAND_IN_REVISION" in done.stdout, done.stdout[-3000:]
+    assert [rollout.serves(host) for host in STAND_INS] == ["one"] * 4
 
 
 def test_a_canary_that_fails_goes_back_and_nobody_else_is_touched(rollout):
@@ -216,8 +229,7 @@ def test_going_back_by_hand_to_a_named_revision(rollout):
     assert rollout.run(["roll-c"], "eight").returncode == 0
     before = revision()
     assert rollout.run(["roll-c"], "nine").returncode == 0 and rollout.serves("roll-c") == "nine"
-    command = [*rollout.command(["roll-c"], "nine"), "-e", f"rollback_revision={before}"]
-    command[command.index("gpufleet.sglang.site")] = "gpufleet.sglang.rollback"
+    command = [*rollout.command(["roll-c"], "nine", playbook="rollback"), "-e", f"rollback_revision={before}"]
     done = subprocess.run(command, cwd=ROOT, env=rollout.env(), capture_output=True, text=True, timeout=200)
     assert done.returncode == 0 and "1 done: roll-c" in done.stdout, done.stdout[-3000:] + done.stderr
     assert rollout.serves("roll-c") == "eight"
