@@ -815,8 +815,8 @@ _HARMLESS = re.compile(
 # A log line that tells what was done instead: its process went on.
 _HANDLED = re.compile(
     r"[Ff]all(?:ing|s)? ?back|\b[Ii]gnor(?:ed|ing)\b|\b[Ss]kipp(?:ed|ing)\b|\b(?:is|will be|has been|are) disabled\b|"
-    r"\b[Dd]isabling\b|\busing default|\b[Uu]sing [^\n]{1,60} instead\b|\bretry(?:ing)?\b|[Rr]etries left|"
-    r"\boptional\b|\bnon-fatal\b|[Tt]o silence this warning|is not available, (?:not|use|using)"
+    r"\bdisabled:\s|\b[Dd]isabling\b|\busing default|\b[Uu]sing [^\n]{1,60} instead\b|\bretry(?:ing)?\b|"
+    r"[Rr]etries left|\boptional\b|\bnon-fatal\b|[Tt]o silence this warning|is not available, (?:not|use|using)"
 )
 
 

@@ -378,6 +378,8 @@ def _dead(memory: Memory, seen: Observation, settings: Settings) -> Optional[Ver
             and earlier.get("permanent")
             and restarts > settings.tolerated_restarts
             and not memory["ever_served"]
+            # A start that listens has come further than the one that failed.
+            and (seen.get("listener") or {}).get("owned") is not True
         ):
             return Verdict("crash_loop", False, True, f"crashed before, restart {restarts}", dict(earlier))
         if unit_failed(seen):

@@ -223,6 +223,18 @@ def test_a_lasting_cause_of_an_earlier_start_ends_the_wait_at_once():
     assert not run([seen(1, unit=unit, earlier_cause=dict(cause, permanent=False))])[0].done
 
 
+def test_a_start_that_listens_is_judged_by_its_answers_whatever_an_earlier_one_died_of():
+    unit = dict(UP, n_restarts=1, uptime=40)
+    cause = {"code": "dependency_broken", "message": "m", "mend": "x", "lines": [], "permanent": True}
+    row = [
+        seen(1, unit=unit, listener=MINE, earlier_cause=cause, probe=SHORT),
+        seen(2, unit=unit, listener=MINE, probe=LONG),
+    ]
+    assert run(row, Settings(successes=2, verify=True))[0].ready
+    row = [seen(1, unit=unit, listener=MINE, earlier_cause=cause), seen(2, unit=dict(unit, n_restarts=2))]
+    assert run(row)[0].state == "crash_loop"
+
+
 def test_tolerated_restarts():
     observations = [seen(0), seen(1, unit=dict(UP, n_restarts=1)), seen(9, unit=dict(UP, n_restarts=2))]
     verdict, _memory, at = run(observations, Settings(tolerated_restarts=1))
