@@ -62,6 +62,10 @@ class Backend(NamedTuple):
     ``clobber_below``: below this version two variants own the same files; None means that they always do, ``""`` never.
     ``guard``: the file of SGLang that imports it unconditionally. ``archs``: cubins of the published wheel.
     ``system``: by variant, libraries of the operating system that its wheel needs.
+    ``flavours``: distributions for another network, ``{distribution: flavour}``: a replacement stays in its flavour.
+    ``native_below``: below this version the meta distribution held the library itself, in the variant ``native``.
+    ``needs``: the oldest version of a library's distribution that its published builds work with.
+    ``torch_builds``: ``{distribution: {version: torch releases that it has extensions for}}``, newest first.
     ``torch_of``: the one torch that each version of the published wheel is for. ``min_capability``: below it there is
     nothing to build either. ``no_deps``: its dependencies must not be resolved.
     """
@@ -82,6 +86,11 @@ class Backend(NamedTuple):
     guard_versions: str = ""
     archs: tuple[str, ...] = ()
     system: Mapping[str, tuple[str, ...]] = {}
+    flavours: Mapping[str, str] = {}
+    native_below: str = ""
+    native: str = ""
+    torch_builds: Mapping[str, Mapping[str, tuple[str, ...]]] = {}
+    needs: Mapping[str, str] = {}
     min_capability: Optional[str] = None
     torch_of: Mapping[str, str] = {}
     no_deps: bool = False
@@ -112,7 +121,8 @@ BACKENDS: dict[str, Backend] = {
         uses={
             "a2a": Use(
                 {"deep_ep": ("Buffer", "Config")},
-                (Built(("deep_ep/_C", "deep_ep_cpp")),),
+                # The branch hybrid-ep has a second extension; the others do without.
+                (Built(("deep_ep/_C", "deep_ep_cpp")), Built(("hybrid_ep_cpp",), optional=True)),
                 gpu_code=True,
                 cuda=True,
             )
@@ -131,6 +141,8 @@ BACKENDS: dict[str, Backend] = {
         # The library may import from 8.0 on; SGLang's use of it, and any build worth making, begin at 9.0.
         min_capability="9.0",
         torch_of={"0.1.2.post1": "2.14.1", "0.1.2": "2.13.0"},
+        # DeepEP 2; torch 2.11 and older pin an NCCL that lacks its device functions (deepseek-ai/DeepEP#710).
+        needs={"nvidia-nccl-cu12": "2.30.4", "nvidia-nccl-cu13": "2.30.4"},
         no_deps=True,
         buildable=True,
     ),
@@ -188,6 +200,11 @@ BACKENDS: dict[str, Backend] = {
             "mooncake-transfer-engine-rocm": "0.3.13.post1",
         },
         wrong={"mooncake": ""},
+        flavours={
+            "mooncake-transfer-engine-efa": "efa",
+            "mooncake-transfer-engine-efa-cuda13": "efa",
+            "mooncake-transfer-engine-efa-non-cuda": "efa",
+        },
         system={"cu12": _MOONCAKE_CUDA, "cu13": _MOONCAKE_CUDA, "non-cuda": _MOONCAKE_SYSTEM},
         clobber_below=None,
         incompatible=(
@@ -225,6 +242,15 @@ BACKENDS: dict[str, Backend] = {
         # The meta package requires every variant: resolving it would bring both.
         no_deps=True,
         clobber_below="1.3.0",
+        # Read in its tags: up to 0.7.0 the distribution nixl is the library, built with CUDA 12; 0.7.1 made it a meta
+        # package over nixl-cu12 and nixl-cu13.
+        native_below="0.7.1",
+        native="cu12",
+        # Seen in the wheels: the extensions of nixl_ep that each brings.
+        torch_builds={
+            "nixl-cu13": {"1.5.1": ("2.12", "2.13", "2.14"), "1.4.1": ("2.11",), "1.3.1": ("2.11",)},
+            "nixl-cu12": {"1.5.1": ("2.11", "2.12", "2.13")},
+        },
         incompatible=(
             Incompatible(
                 ("a2a", "elastic_ep"),
@@ -261,39 +287,59 @@ BACKENDS: dict[str, Backend] = {
 
 DEFAULT_BACKENDS = tuple(name for name, backend in BACKENDS.items() if backend.default)
 
-# Library of the operating system -> (package of the Debian family, package of the Red Hat family).
+# Library of the operating system -> (package of the Debian family, package of the Red Hat family). Debian names most
+# packages by the library's ABI: ``{abi}`` is what follows ``.so.`` in the name that is missing.
 OS_PACKAGES: dict[str, tuple[str, str]] = {
     "libibverbs.so": ("libibverbs1", "libibverbs"),
     "libmlx5.so": ("ibverbs-providers", "libibverbs"),
     "libmlx4.so": ("ibverbs-providers", "libibverbs"),
     "libefa.so": ("ibverbs-providers", "libibverbs"),
     "librdmacm.so": ("librdmacm1", "librdmacm"),
+    "libibumad.so": ("libibumad3", "libibumad"),
     "libnuma.so": ("libnuma1", "numactl-libs"),
     "libcurl.so": ("libcurl4", "libcurl"),
     "libnl-3.so": ("libnl-3-200", "libnl3"),
     "libnl-route-3.so": ("libnl-route-3-200", "libnl3"),
     "libstdc++.so": ("libstdc++6", "libstdc++"),
     "libgomp.so": ("libgomp1", "libgomp"),
-    "libssl.so": ("libssl3", "openssl-libs"),
-    "libcrypto.so": ("libssl3", "openssl-libs"),
-    "libhwloc.so": ("libhwloc15", "hwloc-libs"),
-    "libpci.so": ("libpci3", "pciutils-libs"),
+    "libssl.so": ("libssl{abi}", "openssl-libs"),
+    "libssl.so.1": ("libssl{abi}", "compat-openssl11"),
+    "libcrypto.so.1": ("libssl{abi}", "compat-openssl11"),
+    "libcrypto.so": ("libssl{abi}", "openssl-libs"),
+    "libhwloc.so": ("libhwloc{abi}", "hwloc-libs"),
+    "libpci.so": ("libpci{abi}", "pciutils-libs"),
     "libz.so": ("zlib1g", "zlib"),
-    "libzmq.so": ("libzmq5", "zeromq"),
-    "libunwind.so": ("libunwind8", "libunwind"),
-    "libatomic.so": ("libatomic1", "libatomic"),
-    "libgflags.so": ("libgflags2.2", "gflags"),
+    "libzmq.so": ("libzmq{abi}", "zeromq"),
+    "libunwind.so": ("libunwind{abi}", "libunwind"),
+    "libatomic.so": ("libatomic{abi}", "libatomic"),
+    "libgflags.so": ("libgflags{abi}", "gflags"),
     "libglog.so": ("libgoogle-glog0v6", "glog"),
-    "libjsoncpp.so": ("libjsoncpp25", "jsoncpp"),
-    "libyaml-cpp.so": ("libyaml-cpp0.7", "yaml-cpp"),
-    "liburing.so": ("liburing2", "liburing"),
-    "libaio.so": ("libaio1", "libaio"),
-    "libfabric.so": ("libfabric1", "libfabric"),
-    "libucp.so": ("libucx0", "ucx"),
-    "libuct.so": ("libucx0", "ucx"),
-    "libucs.so": ("libucx0", "ucx"),
+    "libglog.so.0": ("libgoogle-glog0v5", "glog"),
+    "libjsoncpp.so": ("libjsoncpp{abi}", "jsoncpp"),
+    "libyaml-cpp.so": ("libyaml-cpp{abi}", "yaml-cpp"),
+    "libgrpc++.so": ("libgrpc++{abi}", "grpc-cpp"),
+    "libprotobuf.so": ("libprotobuf{abi}", "protobuf"),
+    "libxxhash.so": ("libxxhash{abi}", "xxhash-libs"),
+    "libhiredis.so": ("libhiredis{abi}", "hiredis"),
+    "libboost_thread.so": ("libboost-thread{abi}", "boost-thread"),
+    "libboost_filesystem.so": ("libboost-filesystem{abi}", "boost-filesystem"),
+    "libboost_system.so": ("libboost-system{abi}", "boost-system"),
+    "liburing.so": ("liburing{abi}", "liburing"),
+    "libaio.so": ("libaio{abi}", "libaio"),
+    "libfabric.so": ("libfabric{abi}", "libfabric"),
+    "libucp.so": ("libucx{abi}", "ucx"),
+    "libuct.so": ("libucx{abi}", "ucx"),
+    "libucs.so": ("libucx{abi}", "ucx"),
     "libmpi.so": ("libopenmpi3", "openmpi"),
 }
+
+# Runtime of another vendor's accelerators -> the variant that needs it.
+VENDOR_LIBRARIES: dict[str, str] = {
+    "libamdhip64.so": "rocm", "libhsa-runtime64.so": "rocm", "librccl.so": "rocm", "libhipblas.so": "rocm",
+    "libmusart.so": "musa", "libmusa.so": "musa", "libmccl.so": "musa",
+    "libascendcl.so": "npu", "libhccl.so": "npu", "libruntime.so": "npu", "ascend_transport.so": "npu",
+    "libze_loader.so": "xpu",
+}  # fmt: skip
 
 # The two families name some packages by the library's ABI: the release decides, so a name is a good guess only.
 DRIVER_LIBRARIES = ("libcuda.so", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so", "libnvcuvid.so")
@@ -315,6 +361,14 @@ WHEEL_LIBRARIES: dict[str, tuple[str, str]] = {
     "libcupti.so": ("nvidia-cuda-cupti-cu12", "nvidia-cuda-cupti"),
     "libnvJitLink.so": ("nvidia-nvjitlink-cu12", "nvidia-nvjitlink"),
 }
+
+# Module of Python -> the distribution that provides it: the two names are alike by custom only.
+MODULE_DISTRIBUTIONS: dict[str, str] = {
+    "aiohttp": "aiohttp", "cv2": "opencv-python-headless", "einops": "einops", "filelock": "filelock",
+    "jinja2": "jinja2", "msgpack": "msgpack", "msgspec": "msgspec", "numpy": "numpy", "packaging": "packaging",
+    "PIL": "pillow", "psutil": "psutil", "pydantic": "pydantic", "pynvml": "nvidia-ml-py", "requests": "requests",
+    "sympy": "sympy", "tqdm": "tqdm", "typing_extensions": "typing-extensions", "yaml": "pyyaml", "zmq": "pyzmq",
+}  # fmt: skip
 
 TORCH_LIBRARIES = (
     "libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so", "libc10_cuda.so", "libtorch_cuda.so",

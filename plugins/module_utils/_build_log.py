@@ -25,26 +25,28 @@ class Cause(NamedTuple):
 CAUSES: tuple[Cause, ...] = (
     Cause(
         "cccl_headers_not_on_host_path",
-        r"(?:cuda/std/[\w./]+|nv/target|cub/[\w./]+|thrust/[\w./]+): No such file",
+        r"(?<![\w.-])(?:cuda/[a-z_]+(?:/[\w./]+)?|nv/target|cub/[\w./]+|thrust/[\w./]+): No such file",
         "the host compiler does not find the CCCL headers, which CUDA 13 moved to include/cccl",
         "put the toolkit's targets/<arch>/include/cccl (or include/cccl) on CPATH",
     ),
     Cause(
         "rdma_headers_missing",
-        r"infiniband/(?:mlx5dv|verbs)\.h: No such file",
+        r"(?:infiniband|rdma)/\w+\.h: No such file",
         "the RDMA headers are missing",
         "install libibverbs-dev (Debian) or rdma-core-devel (RHEL), or give a folder with them in extra_include_dirs",
     ),
     Cause(
         "cuda_headers_missing",
         r"(?:cusparse|cublas\w*|cusolver\w*|curand\w*|cufft|nvrtc|nvToolsExt|cuda_runtime_api"
-        r"|cuda_profiler_api|nvml|cuda)\.h: No such file",
+        r"|cuda_profiler_api|cuda_runtime|cuda_fp8|cuda_fp16|cuda_bf16|cooperative_groups|driver_types|vector_types"
+        r"|nvml|cuda)\.h: No such file",
         "the toolkit lacks CUDA library headers (it is the compiler only)",
         "put site-packages/nvidia/cu13/include of the venv on CPATH, or install the toolkit's development packages",
     ),
     Cause(
         "nccl_headers_missing",
-        r"nccl(?:_device(?:/\w+)?)?\.h: No such file",
+        r"nccl(?:_device(?:/\w+)?)?\.h: No such file"
+        r"|['\"\u2018]nccl\w+['\"\u2019] (?:is undefined|was not declared|has not been declared|does not name a type)",
         "NCCL's headers are missing or too old",
         "use the venv's nvidia-nccl package (2.30.4 or newer for DeepEP 2)",
     ),
@@ -53,6 +55,25 @@ CAUSES: tuple[Cause, ...] = (
         r"(?:nvshmemx?|device_host_transport/\w+|non_abi/[\w/]+)\.(?:h|cuh): No such file",
         "NVSHMEM's headers are missing",
         "install nvidia-nvshmem-cu12 or -cu13 to match torch, or give nvshmem_dir",
+    ),
+    Cause(
+        "nvshmem_too_old",
+        r"['\"\u2018]nvshmemx?i?_?\w+['\"\u2019] (?:is undefined|was not declared|has not been declared|has no member)"
+        r"|has no member ['\"\u2018]?nvshmem\w*",
+        "NVSHMEM's headers lack what this revision uses",
+        "install nvidia-nvshmem 3.4.5 for torch's CUDA, or give nvshmem_dir",
+    ),
+    Cause(
+        "torch_headers_missing",
+        r"(?:ATen|c10|torch|pybind11|caffe2)/[\w./]+\.(?:h|hpp): No such file",
+        "the headers of the venv's torch are not there",
+        "install torch again in the target venv: its wheel brings them",
+    ),
+    Cause(
+        "transport_headers_missing",
+        r"(?:gdrapi|doca_\w+|ucp/api/\w+|ucs/\w+/\w+|nixl\w*)\.h: No such file",
+        "the headers of a transport library are missing",
+        "install the development package of the header that is named, or build without that transport",
     ),
     Cause(
         "submodule_missing",
@@ -74,7 +95,7 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "torch_is_cpu_build",
-        r"CUDA_HOME environment variable is not set",
+        r"CUDA_HOME environment variable is not set|Torch not compiled with CUDA",
         "torch in the target venv is a CPU build, or no toolkit is set: no CUDA extension can be built with it",
         "install a CUDA build of torch in the target venv",
     ),
@@ -86,9 +107,9 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "build_tools_missing",
-        r"ModuleNotFoundError: No module named '(?:setuptools|wheel|packaging|ninja|pkg_resources)'"
+        r"ModuleNotFoundError: No module named '(?:setuptools|wheel|packaging|ninja|pkg_resources|distutils|pybind11)\b"
         r"|error: invalid command 'bdist_wheel'"
-        r"|Ninja is required to load C\+\+ extensions",
+        r"|Ninja is required to load C\+\+ extensions|Cannot find CMake executable",
         "Python build tools are missing",
         "let the build overlay be filled (an index or a wheelhouse with setuptools, wheel and ninja)",
     ),
@@ -100,21 +121,24 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "nvcc_missing",
-        r"(?:nvcc: (?:command )?not found|No such file or directory: '[^']*nvcc'|/nvcc: not found)",
+        r"(?:nvcc: (?:command )?not found|(?:No such file or|Not a) directory: '[^']*nvcc'|/nvcc: not found"
+        r"|command '[^']*nvcc' failed: No such file|No CMAKE_CUDA_COMPILER could be found)",
         "nvcc is not where it was",
         "install the CUDA toolkit that matches torch",
     ),
     Cause(
         "host_compiler_unsupported",
         r"unsupported GNU version|#error -- unsupported|not supported by nvcc.*host compiler"
-        r"|The current installed version of \S+ .* is (?:greater|less) than",
+        r"|The current installed version of \S+ .* is (?:greater|less) than"
+        r"|C\+\+(?:17|20) or later compatible compiler is required|unrecognized command[- ]line option '-std=c\+\+\d\w"
+        r"|only available with -std=c\+\+|std::filesystem\S* has not been declared",
         "nvcc does not accept this host compiler",
         "install a compiler that the toolkit supports and give it in compiler (CC/CXX, NVCC_CCBIN)",
     ),
     Cause(
         "cxx_compiler_missing",
         r"(?:command '?(?:/\S+/)?(?:gcc|g\+\+|c\+\+|cc"
-        r"|x86_64-linux-gnu-\w+\+*)'? (?:failed: )?No such file|g\+\+: (?:command )?not found"
+        r"|\w+-linux-gnu-\w+\+*)'? (?:failed: )?No such file|(?:g|c)\+\+: (?:command )?not found|cannot find 'ld'"
         r"|(?:cannot execute|error trying to exec) 'cc1plus'|Failed to preprocess host compiler"
         r"|nvcc fatal\s*:\s*Failed to)",
         "there is no C++ compiler",
@@ -129,10 +153,24 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "deepep_unsupported_arch",
         r"Disable SM90 features|assert False, 'Not implemented'|AssertionError: Not implemented"
-        r"|Instruction '[\w.]+' (?:not supported|cannot be compiled)"
+        r"|Instruction '[\w.]+' (?:not supported|cannot be compiled)|Modifier '[\w.:]+' requires \.target"
         r"|Feature '[^']+' (?:requires|not supported)",
         "this DeepEP needs instructions that the architecture lacks",
         "build for the GPUs that this revision supports, or use another a2a backend",
+    ),
+    Cause(
+        "toolkit_too_old",
+        r"nvcc fatal\s*:\s*Unknown option|ptxas\b.*(?:Not a name of any known instruction|Unknown symbol 'st\."
+        r"|Unexpected instruction types|Unknown modifier|Unsupported \.version)|identifier \"__nv_fp\w+\" is undefined"
+        r"|namespace \"cuda(?:::\w+)?\" has no member",
+        "this CUDA toolkit is too old for the source",
+        "use a newer toolkit of torch's CUDA major (DeepEP 2 on Blackwell needs 13.1)",
+    ),
+    Cause(
+        "library_newer_than_toolkit",
+        r"nvlink\b.*(?:newer than toolkit|Uncompress failed)|fatbinary\b.*newer than",
+        "NVSHMEM's device library was made by a newer toolkit than this one",
+        "install the NVSHMEM of torch's CUDA major, or use a newer toolkit",
     ),
     Cause(
         "nvshmem_without_ibgda",
@@ -147,15 +185,41 @@ CAUSES: tuple[Cause, ...] = (
         "pin nvidia-nvshmem to 3.4.5, or build DeepEP 29d31c0 or newer",
     ),
     Cause(
+        "nvshmem_device_library_missing",
+        r"nvlink\b.*[Cc]ould not open input file '[^']*nvshmem|nvlink\b.*[Uu]ndefined reference to '?_?\w*nvshmem"
+        r"|Unresolved extern function '\w*nvshmem",
+        "NVSHMEM's device library (libnvshmem_device.a) was not linked, or lacks a function",
+        "install nvidia-nvshmem 3.4.5 for torch's CUDA, or give an nvshmem_dir that has it",
+    ),
+    Cause(
+        "nvshmem_mismatch",
+        r"undefined reference to [`'\u2018]?\w*nvshmem",
+        "NVSHMEM's library and its headers are of different versions",
+        "leave one NVSHMEM: the package of torch's CUDA major in the venv, or nvshmem_dir",
+    ),
+    Cause(
+        "libstdcxx_mismatch",
+        r"undefined reference to .*@@?(?:GLIBCXX|CXXABI)_",
+        "a library was built with a newer C++ library than the one that is linked",
+        "use the host compiler of the system, not of another environment, or a newer one",
+    ),
+    Cause(
+        "wrong_machine_library",
+        r"error adding symbols: file in wrong format|incompatible with \w+:\S+ output"
+        r"|unknown architecture of input file",
+        "a library is for another machine than this host",
+        "install the library for this machine (x86_64, or sbsa for Arm servers)",
+    ),
+    Cause(
         "nccl_library_not_found",
-        r"cannot find -l:?(?:libnccl\.so\S*|nccl)\b",
+        r"cannot find -l:?(?:libnccl\.so\S*|nccl)\b|libnccl\.so not found",
         "the linker does not find NCCL",
         "put site-packages/nvidia/nccl/lib on LIBRARY_PATH",
     ),
     Cause(
         "libcuda_stub_not_found",
-        r"cannot find -lcuda(?!\w)",
-        "the linker does not find libcuda",
+        r"cannot find -lcuda(?!\w)|undefined reference to [`'\u2018]?cu[A-Z]\w+",
+        "the linker does not find libcuda, or an older one than the source needs",
         "put the toolkit's lib64/stubs on LIBRARY_PATH",
     ),
     Cause(
@@ -166,16 +230,46 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "cuda_library_not_found",
-        r"cannot find -l:?(?:lib)?(cudart|cudadevrt|nvtx3interop|nvrtc|cublas|c10_cuda|mlx5|ibverbs)\b",
+        r"cannot find -l:?(?:lib)?(cudart(?:_static)?|cudadevrt|nvtx3interop|nvrtc|cublas\w*|mlx5|ibverbs)\b"
+        r"|undefined reference to symbol '(?:ibv_|mlx5dv_)",
         "the linker does not find a library of the toolkit or of rdma-core",
         "install the toolkit's development libraries (mlx5, ibverbs: rdma-core), or add their folder to LIBRARY_PATH",
     ),
     Cause(
+        "torch_library_not_found",
+        r"cannot find -l:?(?:lib)?(?:c10|torch)\w*"
+        r"|ImportError: lib(?:c10|torch|cudart|cublas|cudnn|nccl|cusparse|cufft)\w*\.so\S*: cannot open",
+        "the libraries of the venv's torch are not found",
+        "mend torch in the target venv first: import it there",
+    ),
+    Cause(
+        "library_not_found",
+        r"cannot find -l:?(?:lib)?[\w.+-]+",
+        "the linker does not find a library of the operating system",
+        "install the development package of the library that is named",
+    ),
+    Cause(
         "out_of_memory",
         r"Killed\s+signal|\bKilled\b(?: {2,}|$)|fatal error: Killed signal|died due to signal 9|signal 9"
-        r"|virtual memory exhausted|Cannot allocate memory|cc1plus.*out of memory",
+        r"|virtual memory exhausted|Cannot allocate memory|cc1plus.*out of memory|compiler error: Killed|Error 137\b"
+        r"|LLVM ERROR: out of memory|std::bad_alloc|^MemoryError\b",
         "the compiler was killed: not enough memory for this many jobs",
         "lower max_jobs (about 2.6 GB a job) or use a larger builder",
+        True,
+    ),
+    Cause(
+        "process_limit",
+        r"(?:posix_spawn|fork|vfork|pthread_create|clone)\w*:? .*Resource temporarily unavailable"
+        r"|can't start new thread",
+        "the host lets the build start no more processes",
+        "lower max_jobs, or raise the limit of processes",
+        True,
+    ),
+    Cause(
+        "compiler_crashed",
+        r"died due to signal (?:11|6|4|7)\b|internal compiler error|died with status 0x",
+        "the compiler crashed",
+        "build again with fewer jobs; if it crashes at the same file, use another toolkit or host compiler",
         True,
     ),
     Cause(
@@ -188,7 +282,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         "network_unreachable",
         r"Could not resolve host|Connection (?:timed out|refused)|unable to access 'http"
-        r"|Network is unreachable|Failed to connect to|SSL certificate problem",
+        r"|Network is unreachable|Failed to connect to|SSL certificate problem|RPC failed|early EOF|index-pack failed"
+        r"|unexpected disconnect|clone of '[^']*' into submodule path '[^']*' failed",
         "a download failed",
         "use a folder or a tarball as the source and a wheelhouse for the build tools",
         True,
@@ -208,16 +303,41 @@ CAUSES: tuple[Cause, ...] = (
         "use a URL that the host can read, or a folder or tarball",
     ),
     Cause(
+        "git_dubious_ownership",
+        r"detected dubious ownership in repository",
+        "git refuses a repository that belongs to another user",
+        "give the source to the owner of the venv, or use a tarball",
+    ),
+    Cause(
         "package_not_found_by_setup",
-        r"AssertionError: Cannot find package: (\w+)|NVSHMEM directory does not exist",
+        r"AssertionError: Cannot find package: (\w+)|NVSHMEM directory does not exist"
+        r"|No module named 'nvidia(?:\.(?:nvshmem|nccl))?'",
         "setup.py finds no NVSHMEM or NCCL",
         "install the nvidia-nvshmem and nvidia-nccl packages of torch's CUDA major, or give nvshmem_dir and nccl_dir",
     ),
     Cause(
         "permission_denied",
-        r"PermissionError: \[Errno 13\]|: Permission denied$",
+        r"PermissionError: \[Errno 13\]|: Permission denied$|\[Errno (?:13|30)\]|Read-only file system",
         "the build's user (the owner of the venv) may not read or write something",
         "make the source readable for that user",
+    ),
+    Cause(
+        "source_incomplete",
+        r"missing and no known rule to make it|error: can't copy '",
+        "a file of the source is not there",
+        "unpack the source again, with its submodules",
+    ),
+    Cause(
+        "python_unsupported",
+        r"requires a different Python|python_requires",
+        "this revision does not support the venv's Python",
+        "use a venv with a newer Python, or another revision",
+    ),
+    Cause(
+        "not_a_venv",
+        r"externally-managed-environment",
+        "the Python that builds is the system's",
+        "give a virtualenv",
     ),
     Cause(
         "nvlink_error",
@@ -227,17 +347,18 @@ CAUSES: tuple[Cause, ...] = (
     ),
     Cause(
         "compile_error",
-        r"(?:\berror:|: error\b|\bfatal error\b|\berror #?\d+|ptxas fatal|nvcc fatal)",
+        r"(?:\berror\s*:|: error\b|\bfatal error\b|\berror #?\d+|ptxas fatal|nvcc fatal|^#error\b)",
         "the compiler reports an error",
         "see the log",
     ),
     Cause(
         "link_error",
-        r"(?:undefined reference to|ld returned \d+ exit status|collect2: error|multiple definition of|cannot find -l)",
+        r"(?:undefined reference to|ld returned \d+ exit status|collect2: error|multiple definition of"
+        r"|recompile with -fPIC|relocation truncated to fit)",
         "linking failed",
         "see the log",
     ),
-    Cause("python_error", r"^(?:\w+\.)*\w*(?:Error|Exception): ", "the build script failed", "see the log"),
+    Cause("python_error", r"^(?:\w+\.)*\w*(?:Error|Exception)(?:: |$)", "the build script failed", "see the log"),
 )
 
 # These follow from an earlier error, or are no error.
@@ -251,7 +372,7 @@ _CONSEQUENCE = re.compile(
 _SUSPECT = (
     Cause(
         "device_link_wrong_arch",
-        r"nvlink warning\s*:\s*SM Arch \('(sm_\w+)'\) not found",
+        r"nvlink warning\s*:\s*(?:SM Arch \('(sm_\w+)'\) not found|[Ss]kipping incompatible|incompatible SM arch)",
         "the device link used an architecture that the objects do not have, so kernels will be missing at run time",
         "use a newer revision, which passes the architecture to the device link",
     ),
@@ -262,6 +383,9 @@ _SUSPECT = (
         "install nvidia-nvshmem in the target venv, or give nvshmem_dir",
     ),
 )
+# Docker and pip write something before each line; three compilers have three ways to say that a header is missing.
+_PREFIX = re.compile(r"^(?:#\d+ +)?\d+\.\d+ +(?=\S)")
+_NO_HEADER = re.compile(r"cannot open source file \"([^\"]+)\"|'([^']+)' file not found")
 _ROWS = tuple((cause, re.compile(cause.pattern)) for cause in CAUSES)
 _SUSPECT_ROWS = tuple((cause, re.compile(cause.pattern)) for cause in _SUSPECT)
 _GENERIC = frozenset({"compile_error", "link_error", "python_error", "nvlink_error"})
@@ -276,7 +400,7 @@ def diagnose(lines: Iterable[str], rc: int) -> dict[str, Any] | None:
     linker's and Python's general complaints only the first is kept while a known one is looked for further down.
     ``rc`` 0 can still be ``build_suspect``.
     """
-    text = [line.rstrip("\n") for line in lines]
+    text = [_PREFIX.sub("", line.rstrip("\n")) for line in lines]
     if rc == 0:
         for number, line in enumerate(text, 1):
             for cause, pattern in _SUSPECT_ROWS:
@@ -284,20 +408,27 @@ def diagnose(lines: Iterable[str], rc: int) -> dict[str, Any] | None:
                     return _finding("build_suspect", cause, number, line, text)
         return None
     fallback: dict[str, Any] | None = None
-    in_traceback = False
-    for number, line in enumerate(text, 1):
-        # The frames of a traceback quote source code; what was raised stands on its last line.
+    depth: int | None = None
+    quoted = ""
+    for number, written in enumerate(text, 1):
+        # The frames of a traceback quote source code; what was raised stands on its last line. pip indents the whole.
+        line = written.strip()
+        indent = len(written) - len(written.lstrip())
         if line.startswith("Traceback (most recent call last)"):
-            in_traceback = True
+            depth = indent
             continue
-        if in_traceback and line.startswith((" ", "\t")):
+        if depth is not None and indent > depth:
+            quoted = line
             continue
-        in_traceback = False
+        depth = None
+        line = _NO_HEADER.sub(lambda found: f"{found.group(1) or found.group(2)}: No such file", line)
         if _CONSEQUENCE.search(line) and not _carries_cause(line):
             continue
         for cause, pattern in _ROWS:
             if pattern.search(line):
-                found = _finding("build_failed", cause, number, line, text)
+                found = _finding("build_failed", cause, number, written, text)
+                if re.fullmatch(r"[\w.]+", line) and quoted:
+                    found["text"] = f"{line}: {quoted}"[:500]
                 # A Python traceback ends in the error that counts; a linker says what it lacks before it gives up.
                 if cause.code not in _GENERIC:
                     return found

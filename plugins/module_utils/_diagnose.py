@@ -12,8 +12,10 @@ from typing import Any, Optional
 
 from ansible_collections.gpufleet.sglang.plugins.module_utils._backends import (
     DRIVER_LIBRARIES,
+    MODULE_DISTRIBUTIONS,
     OS_PACKAGES,
     TORCH_LIBRARIES,
+    VENDOR_LIBRARIES,
     WHEEL_LIBRARIES,
     Backend,
     Use,
@@ -40,6 +42,7 @@ class Installed:
     commit: Optional[str] = None
     torch_pin: Optional[str] = None
     tags: list[str] = field(default_factory=list)
+    requires: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -75,7 +78,8 @@ class Facts:
     """What holds for the host and the venv, for every backend.
 
     ``venv_cuda`` are the CUDA majors whose runtime is in the venv, ``cuda_majors`` those or else the host's.
-    ``lacking`` are those of the table's system libraries that the loader does not find.
+    ``lacking`` are those of the table's system libraries that the loader does not find. ``nvidia`` are the installed
+    NCCL, NVSHMEM and CUDA runtime distributions, ``{name: version}``.
     """
 
     venv: Mapping[str, Any]
@@ -91,6 +95,7 @@ class Facts:
     guard: Optional[str] = None
     environment: Optional[Mapping[str, str]] = None
     lacking: Sequence[str] = ()
+    nvidia: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -177,7 +182,7 @@ _SELF_EVIDENT = frozenset(
         "duplicate_nccl_runtime", "invalid_nccl_version", "nccl_root_not_discoverable", "deleted_mapping",
         "cuda_home_not_found", "import_crashed", "import_timeout", "import_exited", "assertion_at_import",
         "permission_denied", "interpreter_does_not_start", "storage_error", "cannot_write", "driver_mismatch",
-        "fabric_not_ready", "rdma_device_permission",
+        "fabric_not_ready", "rdma_device_permission", "nccl_not_loaded", "toolkit_unusable", "bad_environment_value",
     ]
 )  # fmt: skip
 
@@ -191,9 +196,12 @@ def _stem(soname: str) -> str:
 
 
 def library_owner(soname: str) -> str:
-    """Who provides a shared library: ``driver``, ``cudart``, ``torch``, ``wheel``, ``bundled``, ``python``, ``system``.
+    """Who provides a shared library: ``driver``, ``cudart``, ``torch``, ``wheel``, ``bundled``, ``python``, ``vendor``,
+    ``system``.
 
-    ``bundled``: renamed by the tool that puts libraries into wheels, so that nobody else can have it.
+    ``bundled``: of the wheel itself, so that nobody else can have it. Either renamed by the tool that puts libraries
+    into wheels, or without a version in its name: what an operating system offers to programs always has one.
+    ``vendor``: the runtime of another vendor's accelerators.
     """
     stem = _stem(soname)
     if _BUNDLED.search(soname):
@@ -208,7 +216,9 @@ def library_owner(soname: str) -> str:
         return "torch"
     if stem in WHEEL_LIBRARIES:
         return "wheel"
-    return "system"
+    if stem in VENDOR_LIBRARIES:
+        return "vendor"
+    return "bundled" if soname.endswith(".so") and stem not in OS_PACKAGES else "system"
 
 
 def cudart_major(soname: str) -> Optional[int]:
@@ -228,10 +238,11 @@ def classify_symbol(symbol: str) -> str:
         (r"^(ucp|uct|ucs|ucm)_[a-z]", "ucx_conflict"),
         (r"^_Z(N|NK|TI|TV|TS)?2de\b|^_ZN7de", "incomplete_build"),
         (r"^_?Py[A-Z_]", "python_abi_mismatch"),
-        (r"3c10|2at\d|^_ZNK?2at|5torch|THP|6caffe2|^aoti_torch|^torch_|c10_cuda", "torch_abi_mismatch"),
+        (r"3c10|4c10d|2at\d|^_ZNK?2at|5torch|THP|6caffe2|^aoti_torch|^torch_|c10_cuda", "torch_abi_mismatch"),
         (r"^cu[A-Z]", "driver_too_old"),
         (r"^(__)?cuda[A-Z]|libcudart", "cuda_runtime_mismatch"),
-        (r"^(ibv_|mlx5dv_|rdma_)", "rdma_core_too_old"),
+        (r"^(ibv_|mlx5dv_|efadv_|rdma_)", "rdma_core_too_old"),
+        (r"^(numa_|GOMP_|omp_|curl_|nl_|fi_)[a-z]", "system_lib_too_old"),
         (r"^_ZNSt|^_ZSt|^_ZNKSt", "libstdcxx_mismatch"),
     )
     for pattern, code in rules:
@@ -259,6 +270,7 @@ _CANNOT_OPEN = re.compile(r"([^\s:'\"]+\.so[^\s:'\"]*): cannot open shared objec
 _UNDEFINED = re.compile(r"undefined symbol: ([^\s,]+)(?:, version ([^\s,()]+))?")
 _UNRESOLVED = re.compile(r"symbol ([^\s,]+),? version ([^\s,]+) not defined in file (\S+)")
 _VERSION = re.compile(r"version [`']([^'`]+)' not found")
+_LITERAL = re.compile(r"(?:invalid literal for int\(\)[^:]*|could not convert string to float): '([^'\n]*)'")
 
 # In this order: what says more comes first.
 _TEXTS: tuple[tuple[str, str], ...] = (
@@ -266,7 +278,14 @@ _TEXTS: tuple[tuple[str, str], ...] = (
     (r"Duplicate NCCL runtime", "duplicate_nccl_runtime"),
     (r"Invalid NCCL versions", "invalid_nccl_version"),
     (r"Cannot find package: nccl|No libnccl\.so found", "nccl_root_not_discoverable"),
+    (r"NCCL compile-time and runtime versions must be the same|NCCL runtime[^\n]{0,40}older than", "nccl_mismatch"),
     (r"Cannot find package: nvshmem|NVSHMEM (is|was) not found|make sure NVSHMEM is installed", "missing_wheel_lib"),
+    (r"NVCC version should be|Failed to (get|parse) NVCC version|compiler\.hpp:\d+ 'return_code == 0'|"
+     r"compiler\.hpp:\d+ 'std::regex_search", "toolkit_unusable"),
+    (r"std::filesystem::exists\(nvcc_path\)|not (cuda_home|cuobjdump_path)\.empty\(\)|cuobjdump: (command )?not found",
+     "cuda_home_not_found"),
+    (r"not nccl_root\.empty\(\)", "nccl_root_not_discoverable"),
+    (r"Failed to load CUDA driver", "no_driver"),
     (r"CUDA_HOME|CUDA installation path|find_cuda_home|No such file or directory: '?([^'\s]*/)?nvcc\b",
      "cuda_home_not_found"),
     (r"Mooncake PG was not built", "mooncake_pg_not_built_for_torch"),
@@ -288,7 +307,8 @@ _TEXTS: tuple[tuple[str, str], ...] = (
     (r"NIXL_ERR_BACKEND", "nixl_backend_unusable"),
     (r"requires CUDA \d+, but PyTorch uses CUDA|detected CUDA \d+ but nixl-cu\d+ is not installed",
      "cuda_major_mismatch"),
-    (r"No NIXL backend found|No usable nixl_ep CUDA backend", "meta_without_backend"),
+    (r"No NIXL (CUDA )?backend found|No usable nixl_ep CUDA backend|Could not find CUDA-specific NIXL",
+     "meta_without_backend"),
     (r"does not provide CUDA|Torch not compiled with CUDA", "torch_is_cpu_build"),
     (r"PyTorch is not installed", "torch_absent"),
     (r"system not yet initialized|SYSTEM_NOT_READY|[Ee]rror 802\b", "fabric_not_ready"),
@@ -318,6 +338,8 @@ def classify_library(name: str) -> tuple[str, dict[str, Any]]:
         return "wrong_python", details
     if owner == "bundled":
         return "files_missing", {**details, "missing": [name]}
+    if owner == "vendor":
+        return "wrong_vendor_variant", {**details, "variant": VENDOR_LIBRARIES[_stem(name)]}
     if owner in ("torch", "wheel"):
         return ("torch_absent" if owner == "torch" else "missing_wheel_lib"), details
     return "missing_system_lib", details
@@ -377,6 +399,11 @@ def classify_error(error: Mapping[str, Any], backend: Backend, wanted: Iterable[
             hit = ("permission_denied", {"path": str(item.get("filename", ""))[:300]})
         if hit is None and "AssertionError" in bases and any("find_cuda_home" in str(frame) for frame in frames):
             hit = ("cuda_home_not_found", {})
+        if hit is None and "not NoneType" in text and any("check_nccl_so" in str(frame) for frame in frames):
+            hit = ("nccl_not_loaded", {})
+        literal = _LITERAL.search(text) if hit is None and "ValueError" in bases else None
+        if literal:
+            hit = ("bad_environment_value", {"value": literal.group(1)[:100]})
         if hit is not None and known is None:
             known = Finding(hit[0], text, {**data, **hit[1]})
         if "ModuleNotFoundError" in bases and missing is None:
@@ -551,7 +578,15 @@ def _owners(seen: Seen) -> list[str]:
     return sorted({canonical(item.name) for item in seen.installed if item.variant != "meta" and not item.egg})
 
 
-def _variant_name(backend: Backend, variant: Optional[str]) -> Optional[str]:
+def _variant_name(
+    backend: Backend, variant: Optional[str], present: Sequence[Installed] = ()
+) -> Optional[str]:  # fmt: skip
+    """The distribution of a variant; of the flavour that all of ``present`` have, where they have one."""
+    flavours = {backend.flavours.get(canonical(item.name)) for item in present}
+    if len(flavours) == 1 and None not in flavours:
+        for name, flavour in backend.flavours.items():
+            if flavour in flavours and backend.variants.get(name) == variant:
+                return name
     names = [name for name in backend.install.get(variant or "", ()) if name != backend.meta]
     return names[0] if names else None
 
@@ -564,26 +599,29 @@ def remedy_replace(backend: Backend, seen: Seen, facts: Facts, specifier: str = 
         return _manual("none", "It is an egg, which pip cannot remove: remove it by hand and install a wheel.")
     if any(item.editable for item in present):
         return _manual("none", "It is an editable install: mend the working tree it comes from.")
-    right = _variant_name(backend, variant)
+    right = _variant_name(backend, variant, present)
     if variant == "any" or right is None:
         known = [item for item in present if backend.install and canonical(item.name) in backend.variants]
         if not known or (right is None and variant is None and len(known) > 1):
             return _build(backend, facts, f"No published {backend.name} fits this torch: build it.")
         right = canonical(known[0].name)
     same = [item for item in present if canonical(item.name) == right]
-    keep = same[0].version if same else (present[0].version if present and backend.meta else None)
+    split = [item for item in present if canonical(item.name) != backend.meta]
+    keep = same[0].version if same else (split[0].version if split and backend.meta else None)
     version = keep if keep and "+" not in keep else None
     pin = _pin(right, facts)
-    chosen = pin or version or backend.pins.get(right)
+    chosen = pin or version or backend.pins.get(right) or _plain_pin(backend, variant)
     if specifier and (chosen is None or version_in(chosen, specifier) is not True):
-        chosen = requirements(backend, variant, facts, specifier=specifier)[-1].partition("==")[2] or None
+        exact = requirements(backend, variant, facts, specifier=specifier)
+        chosen = (exact[-1].partition("==")[2] if exact else "") or None
     if keep and "+" in keep and not pin:
         return _build(backend, facts, f"{right} {keep} was built for this fleet: build it again.")
     wanted = [f"{right}=={chosen}" if chosen else right]
     if backend.meta and not any(item.variant == "meta" and item.version == chosen for item in seen.installed):
         wanted.insert(0, f"{backend.meta}=={chosen}" if chosen else backend.meta)
     remove = [
-        name for name in _owners(seen) if name != right or len(_owners(seen)) > 1 or seen.shared
+        name for name in _owners(seen)
+        if name != backend.meta and (name != right or len(_owners(seen)) > 1 or seen.shared)
     ] if _clobbers(backend, present) else []  # fmt: skip
     steps = [] if same else _system_steps(backend, variant, facts)
     if remove:
@@ -591,6 +629,12 @@ def remedy_replace(backend: Backend, seen: Seen, facts: Facts, specifier: str = 
     steps.append(_step("pip_install", wanted, flags=["--force-reinstall", "--no-deps"]))
     gone = f"Uninstall {', '.join(remove)}, then install" if remove else "Reinstall"
     return _remedy("replace", f"{gone} {' '.join(wanted)} with --force-reinstall --no-deps.", *steps)
+
+
+def _plain_pin(backend: Backend, variant: Optional[str]) -> Optional[str]:
+    """The version of a variant without a flavour: a project publishes its flavours together."""
+    name = _variant_name(backend, variant)
+    return backend.pins.get(name) if name else None
 
 
 def _clobbers(backend: Backend, present: Sequence[Installed]) -> bool:
@@ -605,11 +649,14 @@ def _clobbers(backend: Backend, present: Sequence[Installed]) -> bool:
 def os_package(soname: str, family: str) -> Optional[str]:
     """The operating system's package that holds a library, or None where the table does not know it."""
     python = _LIBPYTHON.match(soname)
-    names = OS_PACKAGES.get(_stem(soname))
+    abi = soname.partition(".so.")[2]
+    names = OS_PACKAGES.get(f"{_stem(soname)}.{abi.split('.')[0]}") or OS_PACKAGES.get(_stem(soname))
     if python:
         names = (f"libpython{python.group(1)}", f"python{python.group(1)}-libs")
     index = {"debian": 0, "redhat": 1}.get(family)
-    return names[index] if names and index is not None else None
+    if not names or index is None or ("{abi}" in names[index] and not abi):
+        return None
+    return names[index].replace("{abi}", abi)
 
 
 def _os_remedy(libraries: Sequence[str], facts: Facts) -> dict[str, Any]:
@@ -630,13 +677,72 @@ def _nvidia_wheel(soname: str, facts: Facts) -> Optional[str]:
     return names[1 if major == 13 else 0] if names and major in (12, 13) else None
 
 
+# What these say of a wheel can be right of a file that is as its wheel brought it; what is installed is another build.
+_OTHER_WHEEL = frozenset(
+    ["wrong_python", "wrong_machine", "python_abi_mismatch", "wrong_vendor_variant", "install_interrupted"]
+)
+
+
 def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: Facts) -> Optional[dict[str, Any]]:
-    """The smallest mend for a finding, or None where there is nothing to mend."""
+    """The smallest mend for a finding, or None where there is nothing to mend.
+
+    The same version of a distribution whose files are all right is never installed again: it would change nothing.
+    """
+    remedy = _mend(finding, backend, use, seen, facts)
+    gone = finding.code == "files_missing" and "library" not in finding.data
+    if remedy is None or gone or finding.code in _OTHER_WHEEL:
+        return remedy
+    whole = {
+        f"{canonical(item.name)}=={item.version}" for item in seen.installed
+        if item.files_ok is True and not item.tag_mismatch and not seen.shared
+    }  # fmt: skip
+    touched = [step for step in remedy["steps"] if step["action"] in ("pip_install", "pip_uninstall")]
+    if touched and all(step["action"] == "pip_install" and set(step["packages"]) <= whole for step in touched):
+        other = _other_version(backend, use, seen, facts) if finding.code in _OF_THE_VERSION else None
+        if other:
+            return remedy_replace(backend, seen, facts, "==" + other)
+        if backend.buildable and finding.code in _OF_THE_VERSION:
+            return _build(backend, facts, f"What is installed is as it was published: build {backend.name}.")
+        names = " ".join(sorted({name for step in touched for name in step["packages"]}))
+        return _manual("none", f"{names} is as it was published, so installing it again changes nothing: "
+                       f"{finding.message}")  # fmt: skip
+    return remedy
+
+
+# Faults that a published wheel can have of its own, so that another version is a mend.
+_OF_THE_VERSION = frozenset(
+    [
+        "device_link_missing", "incomplete_build", "extension_missing", "files_missing", "api_missing",
+        "variant_needs_cuda",
+    ]
+)  # fmt: skip
+
+
+def _other_version(backend: Backend, use: str, seen: Seen, facts: Facts) -> Optional[str]:
+    """SGLang's or the table's version of what is installed, where it is another one and fits."""
+    right = _variant_name(backend, variant_for(facts.torch, backend, facts.venv_cuda), seen.installed)
+    version = _pin(right, facts) or backend.pins.get(right) if right else None
+    if version is None or any(item.version == version for item in seen.installed) or _wheel_fits(backend, facts):
+        return None
+    return version if not _incompatible(backend, use, version, facts) else None
+
+
+def _incompatible(backend: Backend, use: str, version: str, facts: Facts) -> list[Any]:
+    """The rows of the table that say that ``version`` does not work with the installed SGLang."""
+    sglang = str(facts.sglang.get("version") or "")
+    return [
+        row for row in backend.incompatible
+        if sglang and use in row.uses and version_in(version, row.versions) and version_in(sglang, row.sglang)
+    ]  # fmt: skip
+
+
+def _mend(finding: Finding, backend: Backend, use: str, seen: Seen, facts: Facts) -> Optional[dict[str, Any]]:
     code, data = finding.code, finding.data
     entry = CODES[code]
     if code in ("not_installed", "namespace_leftover", "wrong_distribution"):
         remedy = remedy_install(backend, facts)
-        owner = [item.name for item in seen.wrong if data.get("owns_module")]
+        owner = [item.name for item in seen.wrong] or list(data.get("distributions") or [])
+        owner = [name.partition(" ")[0] for name in owner if data.get("owns_module")]
         if owner and remedy["kind"] == "install":
             at = next(i for i, step in enumerate(remedy["steps"]) if step["action"] == "pip_install")
             remedy["steps"].insert(at, _step("pip_uninstall", sorted(owner)))
@@ -686,21 +792,22 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
                 _step("set_env", EP_NCCL_ROOT_DIR=facts.nccl_root),
             )  # fmt: skip
         return _manual("env_var", "Set EP_NCCL_ROOT_DIR to a prefix that has lib/libnccl.so*.")
-    if code == "cuda_home_not_found":
-        if facts.best_toolkit:
+    if code == "static_tls":
+        return _preload(data, facts)
+    if code in ("cuda_home_not_found", "toolkit_unusable"):
+        if facts.best_toolkit and facts.best_toolkit != (facts.environment or {}).get("CUDA_HOME"):
             return _remedy(
                 "env_var", f"Set CUDA_HOME={facts.best_toolkit}.", _step("set_env", CUDA_HOME=facts.best_toolkit)
             )
         return _manual("env_var", entry.mend)
     if code == "builder_path_baked_in":
-        values = dict.fromkeys(data.get("variables", {}), f"/var/cache/sglang/{backend.name}")
-        return _remedy("env_var", entry.mend, _step("set_env", **values))
+        return _baked_remedy(list(data.get("variables", {})), backend, facts)
     if code in ("version_incompatible_with_sglang", "version_differs_from_pin", "api_missing"):
         if seen.outside:
             return _manual("none", entry.mend)
         return remedy_replace(backend, seen, facts, str(data.get("good", "")))
     if code == "dependency_missing":
-        return _dependency_remedy(str(data.get("name", "")))
+        return _dependency_remedy(str(data.get("name", "")), seen)
     if code == "wrong_vendor_variant" and variant_for(facts.torch, backend, facts.venv_cuda) is None:
         return _manual("none", entry.mend)
     if code == "torch_pin_mismatch" and backend.buildable and _wheel_fits(backend, facts):
@@ -711,6 +818,12 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
         return _manual("none", "No published variant fits this torch's CUDA.")
     if code == "variant_needs_cuda" and variant_for(facts.torch, backend) is None:
         return _manual("none", f"{backend.name} has no variant without CUDA.")
+    if code == "nixl_ep_not_built_for_torch" or (
+        code == "extension_missing" and backend.torch_builds and backend.uses[use].gpu_code
+    ):
+        return _remedy_for_torch(backend, use, seen, facts)
+    if code in ("nccl_mismatch", "nvshmem_mismatch", "cuda_runtime_mismatch"):
+        return _runtime_remedy(code, backend, use, seen, facts)
     if entry.kind == "replace":
         return remedy_replace(backend, seen, facts)
     if entry.kind == "rebuild":
@@ -718,6 +831,51 @@ def remedy_for(finding: Finding, backend: Backend, use: str, seen: Seen, facts: 
     if entry.kind in ("driver", "env_var", "system_package", "install"):
         return _manual(entry.kind, entry.mend)
     return None if entry.state == "ok" else _manual("none", entry.mend)
+
+
+def _remedy_for_torch(backend: Backend, use: str, seen: Seen, facts: Facts) -> dict[str, Any]:
+    """The newest published version that has an extension for this torch and goes with this SGLang."""
+    right = _variant_name(backend, variant_for(facts.torch, backend, facts.venv_cuda))
+    release = ".".join(_torch_release(facts).split(".")[:2])
+    for version, releases in backend.torch_builds.get(right or "", {}).items():
+        if release in releases and not _incompatible(backend, use, version, facts):
+            return remedy_replace(backend, seen, facts, f"=={version}")
+    return _manual("none", f"No published {right or backend.name} is known to have it for torch {release}: use another "
+                   "backend, or a torch that it is built for.")  # fmt: skip
+
+
+_RUNTIMES = {
+    "nccl_mismatch": ("NCCL", "nvidia-nccl-cu{cuda}"),
+    "nvshmem_mismatch": ("NVSHMEM", "nvidia-nvshmem-cu{cuda}"),
+    "cuda_runtime_mismatch": ("the CUDA runtime", "nvidia-cuda-runtime-cu12"),
+}
+
+
+def _runtime_remedy(code: str, backend: Backend, use: str, seen: Seen, facts: Facts) -> dict[str, Any]:
+    """A library of NVIDIA's that another package has moved is put back; a build of one's own is made anew.
+
+    It is torch's library too, so the step is for a person; the wheel that misses it is whole.
+    """
+    entry = CODES[code]
+    local = [item for item in seen.installed if "+" in item.version or item.editable or item.egg]
+    if not seen.installed or local:
+        return _rebuild(code, backend, use, seen, facts)
+    what, pattern = _RUNTIMES[code]
+    major = facts.torch.get("cuda_major")
+    name = pattern.replace("{cuda}", str(major)) if major else ""
+    if code == "cuda_runtime_mismatch" and major == 13:
+        name = "nvidia-cuda-runtime"
+    has = facts.nvidia.get(name)
+    pin = re.match(r"^==\s*([^,;\s*]+)$", str((facts.torch.get("requires") or {}).get(name) or ""))
+    needs = _pin(name, facts) or (pin.group(1) if pin else None)
+    floor = backend.needs.get(name) if backend.needs else None
+    if floor and (needs is None or version_in(needs, ">=" + floor) is False):
+        needs = floor
+    if not name or needs is None or needs == has:
+        return _manual("none", f"{entry.mend} {', '.join(sorted(f'{n} {v}' for n, v in facts.nvidia.items()))}".strip())
+    have = f"the venv has {has}" if has else "the venv does not have it"
+    return _manual("none", f"{what} is not the one that {backend.name} was built with ({have}): pip install --no-deps "
+                   f"--force-reinstall {name}=={needs}, and check torch after it.")  # fmt: skip
 
 
 def _rebuild(code: str, backend: Backend, use: str, seen: Seen, facts: Facts) -> dict[str, Any]:
@@ -735,10 +893,34 @@ def _rebuild(code: str, backend: Backend, use: str, seen: Seen, facts: Facts) ->
         same = code not in ("arch_mismatch", "torch_abi_mismatch", "wrong_revision")
         if published and same and not _wheel_fits(backend, facts):
             return remedy_replace(backend, seen, facts)
+        other = _other_version(backend, use, seen, facts) if published and code == "torch_abi_mismatch" else None
+        if other:
+            return remedy_replace(backend, seen, facts, "==" + other)
         return _build(backend, facts, entry.mend)
     if code in ("extension_missing", "import_crashed", "corrupt_file", "incomplete_build"):
         return remedy_replace(backend, seen, facts)
     return _manual("rebuild", entry.mend)
+
+
+def _baked_remedy(names: Sequence[str], backend: Backend, facts: Facts) -> dict[str, Any]:
+    values = {name: f"/var/cache/sglang/{backend.name}" for name in names if name.endswith("CACHE_DIR")}
+    if "EP_NCCL_ROOT_DIR" in names and facts.nccl_root:
+        values["EP_NCCL_ROOT_DIR"] = facts.nccl_root
+    steps = [_step("set_env", **values)] if values else []
+    left = [name for name in names if name not in values]
+    if left or not steps:
+        what = ", ".join(left) or "the variable"
+        steps.append(_step("manual", text=f"Set {what} in the service's environment to a path of this host."))
+    return _remedy("env_var", CODES["builder_path_baked_in"].mend, *steps)
+
+
+def _preload(data: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    named = re.search(r"(/[^\s:'\"]+\.so[^\s:'\"]*): cannot allocate memory in static TLS", str(data.get("text", "")))
+    if named is None:
+        return _manual("env_var", CODES["static_tls"].mend)
+    old = str((facts.environment or {}).get("LD_PRELOAD", "")).replace(":", " ").split()
+    value = ":".join([named.group(1), *[path for path in old if path != named.group(1)]])
+    return _remedy("env_var", f"Set LD_PRELOAD={value}.", _step("set_env", LD_PRELOAD=value))
 
 
 def _meta_remedy(backend: Backend, seen: Seen, facts: Facts) -> dict[str, Any]:
@@ -756,16 +938,15 @@ def _meta_remedy(backend: Backend, seen: Seen, facts: Facts) -> dict[str, Any]:
     return _remedy("install", f"Install {' '.join(wanted)}.", _step("pip_install", wanted, flags=["--no-deps"]))
 
 
-_MODULE_TO_DISTRIBUTION = {
-    "yaml": "pyyaml", "zmq": "pyzmq", "pynvml": "nvidia-ml-py", "cv2": "opencv-python-headless", "PIL": "pillow",
-}  # fmt: skip
-
-
-def _dependency_remedy(module: str) -> dict[str, Any]:
+def _dependency_remedy(module: str, seen: Seen) -> dict[str, Any]:
+    """Installs what provides a module only where that is known: a name on an index can be anybody's."""
     top = module.split(".", 1)[0]
-    if top in ("sglang", "nvidia", "") or not re.match(r"^[A-Za-z_][A-Za-z0-9_]*$", top):
-        return _manual("none", f"Install what provides the module {module}.")
-    name = _MODULE_TO_DISTRIBUTION.get(top, top.replace("_", "-"))
+    required = {name for item in seen.installed for name in item.requires}
+    name = MODULE_DISTRIBUTIONS.get(top)
+    if name is None and canonical(top) in required and not re.match(r"^(nvidia|cuda|torch)", top):
+        name = canonical(top)
+    if name is None:
+        return _manual("none", f"Install what provides the module {module}; its name on an index may be another's.")
     return _remedy("install", f"Install {name}.", _step("pip_install", [name], flags=[]))
 
 
@@ -1001,15 +1182,48 @@ def _missing_libraries(ext: Extension, facts: Facts, add: Any) -> None:
             else:
                 add(Finding("missing_wheel_lib", f"{user} needs {soname}.", {"library": soname}))
         elif owner == "bundled":
-            add(Finding("files_missing", f"{user} needs {soname}, which its wheel brought and which is gone.", {
-                "library": soname, "missing": [soname]}))  # fmt: skip
+            add(Finding("files_missing", f"{user} needs {soname}, which only its own wheel can bring and which is not "
+                        "there.", {"library": soname, "missing": [soname]}))  # fmt: skip
+        elif owner == "vendor" and not _has_vendor(soname, facts):
+            add(Finding("wrong_vendor_variant", f"{user} needs {soname}, which belongs to other accelerators than "
+                        f"torch {facts.torch.get('version')}.", {
+                            "library": soname, "variant": VENDOR_LIBRARIES[_stem(soname)]}))  # fmt: skip
         elif owner == "python":
             add(_lost_python(soname, f"{user} needs {soname}", {"library": soname}, facts))
-        elif owner == "system":
+        elif owner in ("system", "vendor"):
             system.append(soname)
     if system:
         add(Finding("missing_system_lib", f"Missing on this host: {', '.join(system)}.", {
             "library": system[0], "libraries": system}))  # fmt: skip
+
+
+def program_finding(ext: Extension, facts: Facts) -> Optional[Finding]:
+    """What keeps a program of a backend from starting, or None; that there is no driver keeps no program."""
+    findings: list[Finding] = []
+    if ext.problem:
+        return Finding("corrupt_file", f"{ext.path}: {ext.problem}.", {"path": ext.path, "problem": ext.problem})
+    lost = [m for m in map(cudart_major, ext.missing) if m]
+    if lost and facts.torch.get("cuda_major") == lost[0]:
+        lost = []
+    if lost:
+        cuda = facts.torch.get("cuda_major")
+        code = "cuda_major_mismatch" if cuda else "missing_cuda_runtime"
+        if facts.torch.get("version") and not cuda:
+            code = "variant_needs_cuda"
+        findings.append(Finding(code, f"{ext.path} needs libcudart.so.{lost[0]}, which is not on "
+                                "this host.", {"library": f"libcudart.so.{lost[0]}"}))  # fmt: skip
+    _missing_libraries(ext, facts, findings.append)
+    for version, provider in sorted(ext.versions.items()):
+        findings.append(Finding(classify_version(version), f"{provider} does not offer {version}.", {
+            "version": version, "library": provider}))  # fmt: skip
+    order = {code: index for index, code in enumerate(PRIORITY)}
+    left = [finding for finding in findings if finding.code != "no_driver"]
+    return min(left, key=lambda finding: order.get(finding.code, len(order)), default=None)
+
+
+def _has_vendor(soname: str, facts: Facts) -> bool:
+    """Whether a vendor's library is of the accelerators that torch is built for."""
+    return bool(facts.torch.get("hip")) and VENDOR_LIBRARIES.get(_stem(soname)) == "rocm"
 
 
 def _lost_python(soname: str, message: str, data: dict[str, Any], facts: Facts) -> Finding:
@@ -1041,12 +1255,11 @@ def _no_extension(backend: Backend, use: Use, ext: Extension, seen: Seen, facts:
 def _versions(backend: Backend, use_name: str, seen: Seen, facts: Facts, add: Any) -> None:
     sglang = str(facts.sglang.get("version") or "")
     for item in seen.installed:
-        for row in backend.incompatible if sglang else ():
-            if use_name in row.uses and version_in(item.version, row.versions) and version_in(sglang, row.sglang):
-                add(Finding(
-                    "version_incompatible_with_sglang", f"{item.name} {item.version} does not work with SGLang "
-                    f"{sglang}: {row.why}.", {"good": row.good, "source": row.source},
-                ))  # fmt: skip
+        for row in _incompatible(backend, use_name, item.version, facts):
+            add(Finding(
+                "version_incompatible_with_sglang", f"{item.name} {item.version} does not work with SGLang "
+                f"{sglang}: {row.why}.", {"good": row.good, "source": row.source},
+            ))  # fmt: skip
         pin = _pin(canonical(item.name), facts)
         if pin and version_in(item.version, "==" + pin) is False:
             add(Finding(
@@ -1222,6 +1435,13 @@ def _with_torch(finding: Finding, facts: Facts) -> Finding:
     cpu_build = facts.torch.get("version") and not facts.torch.get("cuda_major") and not facts.torch.get("hip")
     if cpu_build and (owner == "wheel" or (owner == "torch" and "cuda" in library)):
         return Finding("torch_is_cpu_build", finding.message, finding.data)
+    if finding.code == "wrong_vendor_variant" and _has_vendor(library, facts):
+        return Finding("missing_system_lib", finding.message, finding.data)
+    if finding.code == "bad_environment_value":
+        named = [n for n, v in sorted((facts.environment or {}).items()) if v and v == finding.data.get("value")]
+        if named:
+            text = f"{', '.join(named)}={finding.data['value']}: {finding.message}"
+            return Finding(finding.code, text, {**finding.data, "variables": named})
     if finding.code == "torch_absent" and facts.torch.get("version"):
         return Finding("torch_broken", finding.message, finding.data)
     if finding.code != "cuda_major_mismatch":

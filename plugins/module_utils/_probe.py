@@ -340,6 +340,7 @@ class Gatherer:
                 dist.name, dist.version, variant, dist.path, check["ok"], check["missing"], check["changed"],
                 dists.tag_mismatch(tags, _venv.python_tuple(self.venv), self.venv.get("machine") or ""),
                 dist.editable, dist.kind == "egg", url.get("commit"), torch[0] if torch else None, tags,
+                [p[0] for p in pins if p and "extra" not in p[2]],
             )  # fmt: skip
         return self._verified[dist.path]
 
@@ -363,7 +364,7 @@ class Gatherer:
                 wrong.append(dist)
             elif name in backend.variants:
                 mine.append(dist)
-        installed = [self.installed(dist, backend.variants[dists.canonical(dist.name)]) for dist in mine]
+        installed = [self.installed(dist, _variant(backend, dist)) for dist in mine]
         top = dists.resolve(backend.module, self.paths.search, self.suffixes, self.paths.mapping)
         common = diagnose.Seen(
             top=top.kind, origin=top.origin, installed=installed,
@@ -599,7 +600,7 @@ class Gatherer:
         groups = self.account.groups or os.getgroups()
         return _venv.first_denied(path, uid, list(groups), 7 if written else 5) is None
 
-    def tools(self, backend: Backend, seen: diagnose.Seen) -> dict[str, Any]:
+    def tools(self, backend: Backend, seen: diagnose.Seen, facts: diagnose.Facts) -> dict[str, Any]:
         """The backend's programs that cannot load a library: ``{name: {state, code, message, found_at, remedy}}``."""
         result: dict[str, Any] = {}
         folder = os.path.dirname(seen.origin) if seen.origin and seen.top == "package" else None
@@ -609,18 +610,13 @@ class Gatherer:
                 continue
             ext = diagnose.Extension((name,), path=path)
             self._load(ext)
-            for soname, found in ext.private.items():
-                finding = diagnose.Finding(
-                    "private_lib_not_on_loader_path", f"{path} needs {soname}, which lies at {found}, where the loader "
-                    "does not look.", {"library": soname, "found_at": found, "folder": os.path.dirname(found)},
-                )  # fmt: skip
-                facts = diagnose.Facts(self.venv, self.context.torch, self.context.sglang)
-                facts.environment = self.context.environment
+            finding = diagnose.program_finding(ext, facts)
+            if finding is not None:
                 result[name] = {
-                    "state": finding.verdict, "code": finding.code, "message": finding.message, "found_at": found,
+                    "state": finding.verdict, "code": finding.code, "message": finding.message,
+                    "found_at": finding.data.get("found_at"),
                     "remedy": diagnose.remedy_for(finding, backend, "", seen, facts),
                 }  # fmt: skip
-                break
         return result
 
 
@@ -628,6 +624,14 @@ class Gatherer:
 _CHECKED_SYMBOLS = frozenset(
     ["torch_abi_mismatch", "nvshmem_mismatch", "nccl_mismatch", "incomplete_build", "device_link_missing"]
 )
+
+
+def _variant(backend: Backend, dist: dists.Distribution) -> str:
+    """The variant of a distribution, by its name and version."""
+    variant = backend.variants[dists.canonical(dist.name)]
+    if variant == "meta" and backend.native_below and dists.version_in(dist.version, "<" + backend.native_below):
+        return backend.native
+    return variant
 
 
 def service_pids(context: Context) -> list[int]:
@@ -729,7 +733,7 @@ def gather_backends(
         context.venv, {**context.torch, "requires": _torch_requires(paths)}, context.sglang, os_family, capabilities,
         gatherer.gpu_nodes(), gatherer.cuda_majors(), gatherer.venv_cuda(),
         toolkits.get("best") if isinstance(toolkits, Mapping) else None, gatherer.nccl_root(),
-        environment=context.environment, lacking=gatherer.lacking(names),
+        environment=context.environment, lacking=gatherer.lacking(names), nvidia=_nvidia(paths),
     )  # fmt: skip
     result = {}
     for name in names:
@@ -750,7 +754,7 @@ def gather_backends(
         decided = diagnose.decide_backend(
             backend, uses, request.wanted.get(name, ()), [*first.installed, *first.wrong], fatal
         )
-        tools = gatherer.tools(backend, first)
+        tools = gatherer.tools(backend, first, facts)
         if tools:
             decided["tools"] = tools
         result[name] = decided
@@ -763,6 +767,19 @@ def _loaded_outcome(seen: diagnose.Seen, loaded: Sequence[str]) -> Optional[Outc
     files = {os.path.realpath(ext.path) for ext in seen.extensions if ext.path}
     mine = [path for path in loaded if path.replace(" (deleted)", "") in files]
     return Outcome("ok", libraries=mine) if mine and len(mine) >= len(files) else None
+
+
+_NVIDIA = tuple(f"nvidia-{name}" for name in (
+    "nccl-cu12", "nccl-cu13", "nvshmem-cu12", "nvshmem-cu13", "cuda-runtime-cu12", "cuda-runtime",
+))  # fmt: skip
+
+
+def _nvidia(paths: Paths) -> dict[str, str]:
+    """The installed distributions of the libraries that torch and the backends share, ``{name: version}``."""
+    found: dict[str, str] = {}
+    for dist in dists.scan(paths.search, _NVIDIA):
+        found.setdefault(dists.canonical(dist.name), dist.version)
+    return found
 
 
 def _torch_requires(paths: Paths) -> dict[str, str]:
