@@ -31,7 +31,7 @@ AWAY_SECONDS = 30.0
 WATCH_SECONDS = 10.0
 WATCH_POLL = 0.25
 OWN_POLL = 0.05
-OWN_TOKENS = (16, 32, 64)
+OWN_TOKENS = (32, 64, 128)
 # A router that picks at random has, after 6 requests for each worker, left one out with a probability of 0.25 %.
 FAIR = 6
 PARTNER = {"prefill": "decode", "decode": "prefill"}

@@ -343,7 +343,7 @@ def test_own_requests_only_when_no_client_comes_and_only_until_one_arrives():
     urls, keys, bodies = zip(*world.own)
     assert set(urls) == {"http://r/generate"} and set(keys) == {"rk"}
     assert len({body["text"] for body in bodies}) == 3
-    assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [16, 32, 64]
+    assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [32, 64, 128]
 
 
 def test_nothing_is_looked_for_where_nothing_was_added():
