@@ -115,7 +115,9 @@ VARIABLES: tuple[Variable, ...] = (
         None,
         "Instances that serve the same traffic; by default those of a name (with a role: a model).",
     ),
-    _instance("router", "dict", None, "SGLang router in front of the instance: url, worker_url, worker."),
+    _instance(
+        "router", "dict", None, "SGLang router in front: url, worker_url, worker, …; see docs/rollout.md, Drain."
+    ),
     _instance("drain_tasks", "path", None, "Task file that takes the instance out of another load balancer."),
     _instance("undrain_tasks", "path", None, "Task file that puts the instance back into another load balancer."),
     _instance("drain_timeout", "int", 300, "Seconds to wait until running and queued requests are zero.", minimum=0),

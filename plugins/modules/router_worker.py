@@ -65,8 +65,8 @@ options:
   traffic_timeout:
     description:
       - With O(state=present), seconds until a request must arrive at a worker that was added; V(0) does not look.
-      - The task fails when own requests all went to other workers or were not served. What cannot be told is a
-        warning, such as no client's request while O(own_requests=false).
+      - The task fails when own requests were not served. It is a warning when they all went to other workers, which
+        some policies do, and when it cannot be told, such as without a client's request while O(own_requests=false).
     type: float
     default: 60
   own_requests:

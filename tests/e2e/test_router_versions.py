@@ -259,7 +259,7 @@ def mark_slow(versions, fast):
 
 
 @pytest.mark.parametrize(
-    "version", mark_slow(["0.1.5", "0.1.9", "0.2.0", "0.2.2", "0.2.4", "0.3.0", "0.3.2"], ["0.1.9", "0.3.2"])
+    "version", mark_slow(["0.1.9", "0.2.0", "0.2.2", "0.2.4", "0.3.0", "0.3.2"], ["0.1.9", "0.3.2"])
 )
 def test_a_worker_leaves_and_comes_back(version, router, worker, rollout):
     """Both keys are needed; clients' requests and own ones are seen to arrive; nothing is lost meanwhile."""
@@ -301,11 +301,12 @@ def test_a_router_that_does_not_tell_its_workers_is_refused(version, router, wor
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["cache_aware", "power_of_two", "random"])
 @pytest.mark.parametrize("version", ["0.2.4", "0.3.2"])
-def test_own_requests_arrive_whatever_the_policy(version, policy, router, worker, rollout):
-    front, ours = router(version, "--policy", policy), worker()
-    front.add(worker().url)
+def test_what_is_said_of_own_requests_is_true_whatever_the_policy(version, policy, router, worker, rollout):
+    """cache_aware now and then sends all to one of two idle workers: that is told, and stops nothing."""
+    front, ours = router(version, "--policy", policy, "--worker-urls", worker().url, worker().url), worker()
     status, result, output = rollout(front, ours, "undrain", keys=False, traffic_timeout=20)
-    assert status == 0 and result["traffic"]["seen"] and ours.generations > 0, output[-3000:]
+    assert status == 0 and result["traffic"]["seen"] == (ours.generations > 0), output[-3000:]
+    assert result["traffic"]["seen"] or policy == "cache_aware", output[-3000:]
 
 
 @pytest.mark.slow
@@ -366,7 +367,7 @@ def test_a_worker_of_the_wrong_kind_is_told(router, worker, rollout):
     prefill, decode, ours = worker(), worker(), worker()
     front = router("0.3.2", "--pd-disaggregation", "--prefill", prefill.url, "9001", "--decode", decode.url)
     status, result, _output = rollout(front, ours, "undrain", keys=False, traffic_timeout=30)
-    assert status == 2 and result["healthy"] and "all went to other workers" in result["msg"]
+    assert status == 2 and result["healthy"] and "set sglang_role" in result["msg"]
 
 
 @pytest.mark.slow
