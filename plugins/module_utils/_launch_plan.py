@@ -243,7 +243,7 @@ def _want_backends(draft: Draft, wanted: Mapping[str, Sequence[str]]) -> None:
             builds = _plan_backends.policy_for(draft, backend) == "build"
             if backend == "deep_ep" and builds and remedy.get("kind") in ("install", "replace", "rebuild"):
                 remedy = _plan_backends.build_remedy(remedy)
-            if remedy.get("kind") in (None, "none", "driver"):
+            if remedy.get("kind") in (None, "none", "driver", "env_var"):
                 draft.warn(
                     "wanted_backend_not_mendable",
                     f"{backend} is wanted for {use} and is {found}: {state.get('message')}"
@@ -355,7 +355,8 @@ def _check_fatal_backends(draft: Draft) -> None:
             f"{name} is {backend.get('state')} in a way that ends every start of SGLang: {backend.get('message')}",
             variable="sglang_on_missing_backend",
             value=policy,
-            suggestion=remedy.get("summary") or f"mend or uninstall {name}",
+            suggestion=(remedy.get("summary") or f"mend or uninstall {name}")
+            + (" (sglang_env_vars)" if remedy.get("kind") == "env_var" else ""),
         )
 
 

@@ -12,7 +12,9 @@ from ansible_collections.gpufleet.sglang.plugins.module_utils import _plan_const
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_draft import Draft
 from ansible_collections.gpufleet.sglang.plugins.module_utils._plan_sizes import Sizes
 
-MENDABLE = ("install", "replace", "system_package", "env_var")
+# A variable is the user's to set: the probe looks with the variables of the inventory, so a plan that added one of its
+# own would not find the backend mended, and would mend it again at every run.
+MENDABLE = ("install", "replace", "system_package")
 _USABLE = ("ok", "suspect")
 # Where one of these holds, nothing else about the backend is worth saying.
 _FINAL = ("backend_not_in_this_sglang", "model_has_no_experts", "device_is_cpu", "one_rank")
@@ -104,6 +106,8 @@ def _state_reason(draft: Draft, library: str, use: str) -> tuple[dict[str, Any],
     kind = remedy.get("kind")
     if kind in (None, "none", "driver"):
         change = summary or f"{library} made to work by hand"
+    elif kind == "env_var":
+        change = f"{summary} (sglang_env_vars)"
     elif kind == "rebuild":
         change = f"{summary} (sglang_on_missing_backend: build)"
     else:
