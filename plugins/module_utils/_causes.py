@@ -429,6 +429,31 @@ CAUSES: tuple[Row, ...] = (
         "make /dev/shm larger (mount -o remount,size=…), and remove what dead processes left in it",
     ),
     Row(
+        "rdma_device_permission",
+        r"cannot allocate mlx5dv_devx_uar|mlx5dv_devx_\w+[^\n]*(?:not permitted|[Pp]ermission denied)",
+        "the service may not use the RDMA devices",
+        "let the unit reach them (no PrivateDevices; DeviceAllow=char-infiniband_verbs rw for a closed DevicePolicy) "
+        "and lock memory (LimitMEMLOCK=infinity); running as root is not needed",
+    ),
+    Row(
+        "mooncake_not_built_for_torch",
+        r"Mooncake (?P<part>PG|EP) was not built",
+        "the installed Mooncake has no {part} extension for this torch",
+        "run probe.yml: it names the Mooncake version whose wheel has it, or takes another backend",
+    ),
+    Row(
+        "jit_cache_corrupt",
+        r"Corrupted JIT cache directory",
+        "the cache of compiled kernels holds half a kernel",
+        "stop the service and remove the folder that EP_JIT_CACHE_DIR or the message names; it is filled again",
+    ),
+    Row(
+        "ucx_without_cuda",
+        r"VRAM memory is detected as host by UCX",
+        "the UCX that NIXL loaded does not know GPU memory: its CUDA module was not found",
+        "set UCX_MODULE_DIR to the folder nixl_cuNN.libs/ucx in the venv's site-packages (sglang_env_vars)",
+    ),
+    Row(
         "nvshmem_init",
         r"nvshmem\w*[^\n]*(?:init(?:ialization)? failed|status:? 7|non-zero status|ERROR|abort|setup "
         r"connections failed)|"

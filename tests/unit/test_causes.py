@@ -444,3 +444,22 @@ def test_a_monstrous_traceback_is_searched_in_part_only():
 
 def test_long_lines_cost_little():
     assert find_cause(["x" * 5_000_000 + " error", "a " * 100_000, "1%" * 50_000])["code"] == "unknown"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("ibgda.cpp:1874: NULL value cannot allocate mlx5dv_devx_uar with Non-Cache mapping", "rdma_device_permission"),
+        ("RuntimeError: Mooncake EP was not built against torch 2.14", "mooncake_not_built_for_torch"),
+        ("RuntimeError: Corrupted JIT cache directory (missing kernel.cubin)", "jit_cache_corrupt"),
+        (
+            "E0101 10:00:00 nixl_agent.cpp:9] VRAM memory is detected as host by UCX, NIXL_ERR_BACKEND",
+            "ucx_without_cuda",
+        ),
+    ],
+)
+def test_what_is_narrower_wins_over_the_library_that_says_it(line, code):
+    log = ["Scheduler hit an exception: Traceback (most recent call last):", '  File "/y.py", line 1, in load', line]
+    if not line.startswith("Runtime"):
+        log = [line, *log[:2], "RuntimeError: failed to start"]
+    assert find_cause(log)["code"] == code
