@@ -34,6 +34,9 @@ OWN_POLL = 0.05
 OWN_TOKENS = (32, 64, 128)
 # A router that picks at random has, after 6 requests for each worker, left one out with a probability of 0.25 %.
 FAIR = 6
+# An idle router with the policy cache_aware (its default) gives all to the first worker that has nothing to do: so
+# many own requests at once as it has workers reach every one, but more than these are no small matter.
+MOST_AT_ONCE = 16
 PARTNER = {"prefill": "decode", "decode": "prefill"}
 # /metrics of SGLang lags behind its scheduler: zero must be read for longer there.
 LOOKS = {"loads": 2, "metrics": 8}
@@ -551,7 +554,7 @@ def _follow(
     or ``worker`` (it runs one; a health check never counts as running).
     """
     began, before = clock.now(), float(state.get("seconds", 0))
-    own, served = int(state.get("own_requests", 0)), int(state.get("served", 0))
+    own, served, rounds = (int(state.get(name, 0)) for name in ("own_requests", "served", "rounds"))
     last, readable = str(state.get("last", "")), bool(state.get("readable"))
     faults, kind = int(state.get("faults", 0)), _kind(looked[0].mine[0])
     models = {str(row.get("model_id") or "") for seen in looked for row in seen.rows}
@@ -563,7 +566,7 @@ def _follow(
     others = {_kind(row) for seen in looked for row in seen.rows if row not in seen.mine}
     stray = kind not in PARTNER and bool(others) and others <= set(PARTNER)
     fair, key = FAIR * (peers + 1), looked[0].router.key or wanted.key
-    sent: Optional[Sent] = None
+    sent: list[Sent] = []
     pause = min(WATCH_SECONDS, wanted.traffic_timeout / 2)
     while True:
         try:
@@ -575,20 +578,22 @@ def _follow(
         readable = readable or load is not None
         how = how or ("worker" if load and load.running > 0 else None)
         elapsed = before + clock.now() - began
-        if sent and sent.answer:
-            last = f"{sent.answer.status or 'no answer'}: {' '.join(sent.answer.body.split())[:200]}"
-            served += 200 <= sent.answer.status < 300
+        for answer in [item.answer for item in sent] if all(item.answer for item in sent) else []:
+            if answer is None:
+                continue
+            last = f"{answer.status or 'no answer'}: {' '.join(answer.body.split())[:200]}"
+            served += 200 <= answer.status < 300
             # A router refuses a key with an empty body, a worker says why.
-            refused = sent.answer.status in (401, 403) and bool(sent.answer.body.strip())
-            fault = refused or sent.answer.status >= 500 or not sent.answer.status
+            refused = answer.status in (401, 403) and bool(answer.body.strip())
+            fault = refused or answer.status >= 500 or not answer.status
             faults += fault
             pause = elapsed + (POLL_SECONDS if fault else 0)
-            sent = None
+            sent = []
         late = elapsed >= wanted.traffic_timeout and not sent
         over = late or lonely or stray or (own >= fair and not sent)
         out = {
             "seen": bool(how), "how": how, "own_requests": own, "seconds": round(elapsed, 1), "done": bool(how) or over,
-            "served": served, "faults": faults, "last": last, "readable": readable, "failed": False,
+            "rounds": rounds, "served": served, "faults": faults, "last": last, "readable": readable, "failed": False,
             "text": f"a request arrived after {elapsed:.0f} s" if how else "waiting for a request",
         }  # fmt: skip
         if how:
@@ -599,20 +604,16 @@ def _follow(
         if not sent and clock.now() - began >= seconds:
             return out
         if not sent and wanted.own_requests and elapsed >= pause:
-            router = looked[own % len(looked)].router
-            body: dict[str, Any] = {
+            router, tokens = looked[rounds % len(looked)].router, OWN_TOKENS[min(rounds, len(OWN_TOKENS) - 1)]
+            for _ in range(min(2 ** (rounds // len(looked)), peers + 1, MOST_AT_ONCE, fair - own)):
                 # Another beginning each time: a router that is aware of caches sends like to like.
-                "text": f"{secrets.token_hex(4)} ping",
-                "sampling_params": {
-                    "max_new_tokens": OWN_TOKENS[min(own, len(OWN_TOKENS) - 1)],
-                    "ignore_eos": True,
-                    "temperature": 0,
-                },
-            }
-            if len(models) > 1:
-                body["model"] = model
-            sent = send(router.url + "/generate", key, body)
-            own += 1
+                body: dict[str, Any] = {
+                    "text": f"{secrets.token_hex(4)} ping",
+                    "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 0},
+                }
+                sent.append(send(router.url + "/generate", key, {**body, "model": model} if len(models) > 1 else body))
+                own += 1
+            rounds += 1
         clock.sleep(OWN_POLL if sent else WATCH_POLL)
 
 
@@ -636,5 +637,5 @@ def _missing(out: Mapping[str, Any], wanted: Wanted, kind: str, lonely: bool, st
         return {"text": f"{asked} said nothing, the last answer was {out['last'] or 'none'}", "failed": False}
     if not out["readable"] and kind not in PARTNER:
         return {"text": f"{asked} were served, and this worker does not tell its load", "failed": False}
-    # Not a fault by itself: the policy cache_aware sometimes sends everything to one worker until that is busy.
+    # Not a fault by itself: own requests may be too few at once to reach all workers of an idle router.
     return {"text": f"{asked} all went to other workers", "failed": False}

@@ -17,7 +17,8 @@ description:
     A router that cannot be used is told before anything changes.
   - With O(state=present), the worker is added unless the router has it, the router must find it healthy, and where it
     was added, a request must be seen to arrive at it. Clients' requests are watched for first. When none comes within
-    10 s, own ones of at most 128 tokens are sent through the router, one at a time, until the worker has one.
+    10 s, own ones of at most 128 tokens are sent through the router, at most as many at once
+    as it has workers (and 16), until the worker has one.
   - Runs on the host of the worker, which must reach the router. Which API the router has is found out by asking it.
   - It is an action plugin that calls the module in slices and prints what still runs.
 options:

@@ -343,7 +343,7 @@ def test_own_requests_only_when_no_client_comes_and_only_until_one_arrives():
     urls, keys, bodies = zip(*world.own)
     assert set(urls) == {"http://r/generate"} and set(keys) == {"rk"}
     assert len({body["text"] for body in bodies}) == 3
-    assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [32, 64, 128]
+    assert [body["sampling_params"]["max_new_tokens"] for body in bodies] == [32, 64, 64]
 
 
 def test_a_worker_that_is_neither_prefill_nor_decode_among_pairs_is_told_at_once():
@@ -438,3 +438,18 @@ def test_decode_workers_do_not_replace_the_only_prefill_worker():
 def test_loads_of_all_versions(path, body, load):
     found = _router.read_load("http://w", World([], [(path, body)]))
     assert (found and (found.running, found.queued)) == load
+
+
+def test_own_requests_are_at_once_only_as_many_as_workers():
+    rows = [{**OTHER, "id": str(number), "url": f"http://w{number}:30000"} for number in range(2, 5)]
+    world, most, flying = World(rows, loads(0)), [], []
+
+    def send(url, key, body):
+        world.own.append(body)
+        flying[:] = [item for item in flying if item.looks >= 0] + [Own(4, GOOD)]
+        most.append(len(flying))
+        return flying[-1]
+
+    result = join(world, traffic_timeout=60.0, send=send)
+    assert max(most) == 4 and most[:3] == [1, 1, 2] and len(world.own) == 24
+    assert "all went to other workers" in result["warnings"][0]
