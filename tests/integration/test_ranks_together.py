@@ -29,7 +29,7 @@ PLAY = """
         members: [a, b]
         timeout: "{{ patience }}"
         stall_timeout: "{{ patience }}"
-      ignore_errors: true
+      ignore_errors: true  # how it fails is what is looked at
       register: waited
 
     - name: Keep what was said
