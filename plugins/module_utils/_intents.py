@@ -384,7 +384,8 @@ def _word(value: Any) -> str:
 def _dict(value: Any, parse: Parse) -> dict[str, Any]:
     if isinstance(value, str):
         value = _text(value, parse)
-    if value is None:
+    # An empty list is how inventories write "nothing more" for either kind.
+    if value is None or value == []:
         return {}
     if not isinstance(value, dict):
         raise _Bad("must be a mapping (or its JSON or YAML text)")
@@ -860,7 +861,7 @@ def _instances(variables: dict[str, Any], defaults: dict[str, Any], reader: _Rea
         except _Bad as error:
             reader.problem("invalid_value", "sglang_instances", "(not shown)", f"sglang_instances {error}")
             return {}
-    if isinstance(given, str) or given is None or given == {}:
+    if isinstance(given, str) or given is None or given in ({}, []):
         wants_backends_only = bool(variables.get("sglang_backends")) and not defaults.get("model_path")
         return {} if wants_backends_only else {"default": _complete("default", defaults, reader)}
     if not isinstance(given, dict):

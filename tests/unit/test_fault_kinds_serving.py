@@ -390,3 +390,10 @@ def test_cuda_home_of_the_inventory(value: str, code: str | None) -> None:
 def test_visible_devices_that_are_not_there(visible: str, code: str | None) -> None:
     found = [row["code"] for row in make(probe(B300), env_vars={"CUDA_VISIBLE_DEVICES": visible})["rejections"]]
     assert [name for name in found if "gpu" in name] == ([code] if code else [])
+
+
+@pytest.mark.parametrize("empty", ["", "[]", [], {}, None, "{}"])
+@pytest.mark.parametrize("name", ["flags", "env_vars", "instances"])
+def test_nothing_in_every_spelling_is_nothing(name: str, empty: Any) -> None:
+    plan = make(probe(B300), **{name: empty})
+    assert plan["rejections"] == [] and plan["argv"] == make(probe(B300))["argv"]
