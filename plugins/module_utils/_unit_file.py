@@ -842,33 +842,20 @@ def _review_devices(unit: Unit) -> list[dict[str, Any]]:
 
 def _review_limits(unit: Unit) -> list[dict[str, Any]]:
     problems = []
-    tasks = setting(unit, "Service", "TasksMax") or ""
-    if tasks.isdigit() and int(tasks) < MIN_TASKS:
-        problems.append(
-            _problem(
-                "tasks_max_too_low",
-                f"TasksMax={tasks}: SGLang, NCCL and the compilers start many threads; leave it at infinity",
-                setting="TasksMax",
-            )
-        )
-    files = (setting(unit, "Service", "LimitNOFILE") or "").split(":")[0]
-    if files.isdigit() and int(files) < MIN_FILES:
-        problems.append(
-            _problem(
-                "nofile_too_low",
-                f"LimitNOFILE={files}: each client, weight file and queue takes some; give it {MIN_FILES} or more",
-                setting="LimitNOFILE",
-            )
-        )
-    processes = (setting(unit, "Service", "LimitNPROC") or "").split(":")[0]
-    if processes.isdigit() and int(processes) < MIN_TASKS:
-        problems.append(
-            _problem(
-                "tasks_max_too_low",
-                f"LimitNPROC={processes}: SGLang, NCCL and the compilers start many threads; leave it at infinity",
-                setting="LimitNPROC",
-            )
-        )
+    threads = "SGLang, NCCL and the compilers start many threads; leave it at infinity"
+    for key, least, code, why in (
+        ("TasksMax", MIN_TASKS, "tasks_max_too_low", threads),
+        ("LimitNPROC", MIN_TASKS, "tasks_max_too_low", threads),
+        (
+            "LimitNOFILE",
+            MIN_FILES,
+            "nofile_too_low",
+            f"each client, weight file and queue takes some; give it {MIN_FILES} or more",
+        ),
+    ):
+        value = (setting(unit, "Service", key) or "").split(":")[0]
+        if value.isdigit() and int(value) < least:
+            problems.append(_problem(code, f"{key}={value}: {why}", setting=key))
     for key in ("LimitAS", "LimitDATA"):
         size = parse_size((setting(unit, "Service", key) or "infinity").split(":")[0])
         if size is not None and size != float("inf"):

@@ -137,17 +137,17 @@ class Members:
 
         A rank that only says that it lost another one waits up to ``seconds`` until the other was looked at.
         """
-        own = lateness({"rank": self.rank, "cause": cause})
-        self.tell("dying" if own[0] else "dead", state, cause)
+        own, _rank = lateness({"rank": self.rank, "cause": cause})
+        self.tell("dying" if own else "dead", state, cause)
         end = self.clock() + seconds
         while True:
-            before = [note for note in self.notes() if note["end"] in ("dying", "dead") and lateness(note) < own]
-            before = [note for note in before if lateness(note)[0] < own[0]]
-            open_notes = [note for note in self.notes() if not note["end"]]
-            if not own[0] or not open_notes or self.clock() >= end or any(not lateness(note)[0] for note in before):
+            notes = self.notes()
+            before = [note for note in notes if note["end"] in ("dying", "dead") and lateness(note)[0] < own]
+            waiting = any(not note["end"] for note in notes)
+            if not own or not waiting or self.clock() >= end or any(not lateness(note)[0] for note in before):
                 break
             self.sleep(0.5)
-        if own[0]:
+        if own:
             self.tell("dead", state, cause)
         return min(before, key=lateness, default=None)
 

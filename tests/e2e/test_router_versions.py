@@ -23,8 +23,9 @@ sys.path.insert(0, str(ROOT / "tests" / "stand_ins"))
 
 import scripted_server
 
+from tests.tools.rollouts import router_python
+
 BIN = Path(sys.executable).parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpufleet-sglang"
 WORKER_KEY, ROUTER_KEY = "key-of-the-worker", "key-of-the-router"
 GENERATED = {
     "text": "x",
@@ -91,16 +92,6 @@ def worker():
         item.server.server_close()
 
 
-def python_of(version):
-    folder = CACHE / f"router-{version}"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True, timeout=120)
-        pip = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", f"sglang-router=={version}"]
-        subprocess.run(pip, check=True, timeout=300)
-        (folder / "complete").touch()
-    return str(folder / "bin" / "python")
-
-
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -112,7 +103,7 @@ class RealRouter:
         self.version, self.key = version, key
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
-        argv = [python_of(version), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
+        argv = [router_python(version), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port)]
         number = tuple(map(int, version.split(".")))
         argv += ["--prometheus-port", str(free_port())] if number >= (0, 1, 9) else []
         argv += ["--worker-startup-check-interval", "1"] if number >= (0, 1, 4) else []

@@ -20,11 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.rollouts import install_stand_ins, served_revision
+
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 VENV = "/opt/sglang/venv"
-SITE = f"{VENV}/lib/python3.11/site-packages/sglang"
 STATE = "/var/lib/gpufleet-sglang"
 HOSTS = ("bk-a", "bk-b")
 VARIABLES = {
@@ -93,11 +94,7 @@ class Site:
         return out
 
     def serves(self, host="bk-a", instance="default"):
-        return self.shell(
-            host,
-            f"tr '\\0' '\\n' < /proc/$(systemctl show -p MainPID --value sglang-{instance})/environ"
-            " | sed -n s/^STAND_IN_REVISION=//p",
-        )
+        return served_revision(self.hosts, host, instance)
 
     def stored(self, pointer, host="bk-a", instance="default"):
         return self.shell(host, f"cat {STATE}/instances/{instance}/{pointer} 2>/dev/null", check=False)
@@ -156,10 +153,7 @@ class Site:
 @pytest.fixture(scope="module")
 def site(fleet, tmp_path_factory):
     hosts = fleet("bk", "--subnet", "10.91.42.0/24", *(f"{name}:env=sglang:models" for name in HOSTS))
-    for host in HOSTS:
-        for source, name in (("rollout_server", "launch_server"), ("scripted_server", "scripted_server")):
-            text = (ROOT / "tests" / "stand_ins" / f"{source}.py").read_text()
-            hosts.shell(host, f"cat > {SITE}/{name}.py <<'END_OF_FILE'\n{text}END_OF_FILE\nrm -f /etc/stand-in-fails")
+    install_stand_ins(hosts, HOSTS)
     return Site(hosts, tmp_path_factory.mktemp("back"))
 
 

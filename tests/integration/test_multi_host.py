@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.rollouts import CPU_FLAGS, served_revision
+
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 HEAD, OTHER = "mh-a", "mh-b"
@@ -39,14 +41,7 @@ class Pair:
             "sglang_venv": "/opt/sglang/venv",
             "sglang_model_path": "/models/tiny-llama",
             "sglang_env_vars": {**ENV, "GPUFLEET_TEST_REVISION": revision, **(env or {})},
-            "sglang_flags": {
-                "device": "cpu",
-                "load_format": "dummy",
-                "attention_backend": "torch_native",
-                "max_total_tokens": 4096,
-                "max_running_requests": 8,
-                "sleep_on_idle": True,
-            },
+            "sglang_flags": CPU_FLAGS,
             "sglang_instances": {
                 "big": {
                     "hosts": [HEAD, OTHER],
@@ -64,11 +59,7 @@ class Pair:
 
     def serves(self, host):
         """The revision of the running process."""
-        return self.hosts.shell(
-            host,
-            "tr '\\0' '\\n' < /proc/$(systemctl show -p MainPID --value sglang-big)/environ"
-            " | sed -n s/^GPUFLEET_TEST_REVISION=//p",
-        ).strip()
+        return served_revision(self.hosts, host, "big", "GPUFLEET_TEST_REVISION")
 
     def pid(self, host):
         return self.hosts.shell(host, "systemctl show -p MainPID --value sglang-big").strip()

@@ -12,31 +12,32 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.tools.rollouts import (
+    CPU_FLAGS,
+    TOKENS,
+    Load,
+    Threads,
+    ask,
+    generate,
+    install_stand_ins,
+    real_router,
+    served_revision,
+)
+
 pytestmark = [pytest.mark.hosts, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = "/opt/sglang/venv/lib/python3.11/site-packages/sglang"
 ROLES = {"pd-a": "prefill", "pd-b": "decode", "pd-c": "prefill", "pd-d": "decode"}
 ADDRESSES = {name: f"10.91.43.{11 + number}" for number, name in enumerate(ROLES)}
 ROUTER = "http://10.91.43.1:31943"
-FLAGS = {
-    "device": "cpu",
-    "load_format": "dummy",
-    "attention_backend": "torch_native",
-    "max_total_tokens": 4096,
-    "max_running_requests": 8,
-    "sleep_on_idle": True,
-}
 # Without a GPU SGLang cannot pin memory and has no CUDA events; these settings go around the places that want them.
 OF_ROLE = {
-    "prefill": {**FLAGS, "disable_radix_cache": True},
-    "decode": {**FLAGS, "disaggregation_decode_retraction_backup": "cpu_tensor"},
+    "prefill": {**CPU_FLAGS, "disable_radix_cache": True},
+    "decode": {**CPU_FLAGS, "disaggregation_decode_retraction_backup": "cpu_tensor"},
 }
 WITHOUT_GPU = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 VARIABLES = {
@@ -94,61 +95,16 @@ class Pairs:
 
     def serves(self, host):
         """The revision of the running process."""
-        return self.hosts.shell(
-            host,
-            "tr '\\0' '\\n' < /proc/$(systemctl show -p MainPID --value sglang-default)/environ"
-            " | sed -n s/^STAND_IN_REVISION=//p",
-        ).strip()
+        return served_revision(self.hosts, host)
 
 
-def ask(url, body=None):
-    request = urllib.request.Request(
-        url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.load(answer)
-
-
-def generate():
-    """How many tokens the router's pair made of a request for 16."""
-    body = {"text": "hello", "sampling_params": {"max_new_tokens": 16, "ignore_eos": True}}
-    return ask(ROUTER + "/generate", body)["meta_info"]["completion_tokens"]
-
-
-class Load:
-    """Clients that ask the router for generations one after another, and count what they get."""
-
-    def __init__(self, clients=2):
-        self.good, self.bad, self.over, self.lock = 0, [], threading.Event(), threading.Lock()
-        self.threads = [threading.Thread(target=self.client) for _ in range(clients)]
-
-    def client(self):
-        while not self.over.wait(0.3):
-            try:
-                problem = None if generate() == 16 else "not 16 tokens"
-            except (OSError, ValueError, KeyError) as error:
-                problem = repr(error)
-            with self.lock:
-                self.good += problem is None
-                self.bad += [problem] if problem else []
-
-    def __enter__(self):
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_exception):
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
-
-
-class Watcher:
+class Watcher(Threads):
     """One thread a host notes when its port opens and closes; ``gaps`` are the roles that nobody had at some moment."""
 
     def __init__(self, roles=None):
+        super().__init__()
         self.roles = {**ROLES, **(roles or {})}
-        self.events, self.over = [], threading.Event()
+        self.events = []
         self.threads = [threading.Thread(target=self.watch, args=(name,)) for name in self.roles]
 
     def watch(self, name):
@@ -162,16 +118,6 @@ class Watcher:
             if now != before:
                 self.events.append((time.monotonic(), name, now))
             before = now
-
-    def __enter__(self):
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_exception):
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
 
     @property
     def seen_down(self):
@@ -193,17 +139,9 @@ def pairs(fleet, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def router(tmp_path_factory) -> Iterator[None]:
-    """The router of PyPI for prefill and decode, in an environment of its own, without workers."""
-    folder = tmp_path_factory.mktemp("router")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=240)
-    python = str(folder / "venv" / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "sglang-router==0.3.2"], check=True, timeout=300)
-    argv = [python, "-m", "sglang_router.launch_router", "--host", "10.91.43.1", "--port", "31943",
-            "--prometheus-port", "31944", "--pd-disaggregation", "--policy", "round_robin"]  # fmt: skip
-    with (folder / "log").open("w") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
+def router(tmp_path_factory):
+    with real_router(tmp_path_factory.mktemp("router"), "10.91.43.1", 31943, "--pd-disaggregation"):
         yield
-        process.terminate()
 
 
 def kinds():
@@ -229,12 +167,12 @@ def test_real_pairs_behind_the_real_router_lose_no_request(pairs, router):
     assert done.returncode == 0 and "2 done: pd-a, pd-b" in done.stdout, done.stdout[-3000:]
     assert "group chat has one prefill instance in this run (pd-a)" in done.stdout
     assert kinds() == {"prefill": ["10.91.43.11"], "decode": ["10.91.43.12"]}
-    assert generate() == 16, "prefill, transfer and decode"
+    assert generate(ROUTER) == TOKENS, "prefill, transfer and decode"
 
     done = pairs.run("one", **behind)
     assert done.returncode == 0 and "2 done: pd-c, pd-d" in done.stdout and "[no_redundancy]" not in done.stdout
     assert "2 as it should be: pd-a, pd-b" in done.stdout
-    with Load() as load:
+    with Load(ROUTER, 2) as load:
         done = pairs.run("two", sglang_waves=["100%"], **behind)
     assert done.returncode == 0 and "4 done: pd-a, pd-b, pd-c, pd-d" in done.stdout, done.stdout[-3000:]
     assert load.bad == [] and load.good > 20
@@ -245,12 +183,7 @@ def test_real_pairs_behind_the_real_router_lose_no_request(pairs, router):
 @pytest.fixture(scope="module")
 def stand_ins(pairs):
     """The four hosts with stand-ins for their servers; they run revision three."""
-    for host in ROLES:
-        for source, name in (("rollout_server", "launch_server"), ("scripted_server", "scripted_server")):
-            text = (ROOT / "tests" / "stand_ins" / f"{source}.py").read_text()
-            pairs.hosts.shell(
-                host, f"cat > {SITE}/{name}.py <<'END_OF_FILE'\n{text}END_OF_FILE\nrm -f /etc/stand-in-fails"
-            )
+    install_stand_ins(pairs.hosts, ROLES)
     install = {"sglang_on_missing_backend": "install", "sglang_manage_system_packages": True}
     done = pairs.run("three", sglang_waves=["100%"], **install)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
@@ -290,12 +223,12 @@ def test_the_only_prefill_instance_is_rolled_with_a_warning(stand_ins):
 def test_pairs_that_cannot_work_together_are_refused_before_anything_changes(stand_ins):
     done = stand_ins.run(
         "eight", sglang_flags="{{ own_flags | combine({'page_size': 32 if sglang_role == 'decode' else 64}) }}",
-        own_flags=FLAGS,
+        own_flags=CPU_FLAGS,
     )  # fmt: skip
     assert done.returncode == 2 and "[prefill_decode_differ]" in done.stdout
     assert "page size: 64 on pd-a, pd-c (prefill); 32 on pd-b, pd-d (decode)" in done.stdout
     left = stand_ins.run(
-        "eight", sglang_waves=["100%"], sglang_on_rejection="skip", own_flags=FLAGS,
+        "eight", sglang_waves=["100%"], sglang_on_rejection="skip", own_flags=CPU_FLAGS,
         sglang_flags="{{ own_flags | combine({'page_size': 32 if inventory_hostname == 'pd-d' else 64}) }}",
     )  # fmt: skip
     assert left.returncode == 0 and "without 1 host" in left.stdout, left.stdout[-3000:]
@@ -309,7 +242,7 @@ def test_half_of_an_instance_unreachable_leaves_the_other_half_alone(stand_ins):
     big = {"hosts": ["pd-c", "pd-x"], "rendezvous": {"address": ADDRESSES["pd-c"], "port": 20000}, "port": 30001,
            "parallelism": "tp2", "role": ""}  # fmt: skip
     away = stand_ins.folder / "away.yml"
-    both = {"sglang_role": "", "sglang_flags": FLAGS, "sglang_instances": {"big": big}}
+    both = {"sglang_role": "", "sglang_flags": CPU_FLAGS, "sglang_instances": {"big": big}}
     away.write_text(json.dumps({"sglang": {"hosts": {"pd-c": both, "pd-x": {**both, "ansible_host": "10.91.43.99"}}}}))
     done = stand_ins.run(before, limit=("pd-a", "pd-b", "pd-c", "pd-x"), more_hosts=away, sglang_on_unreachable="skip",
                          sglang_waves=["100%"])  # fmt: skip

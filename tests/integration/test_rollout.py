@@ -10,31 +10,24 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from tests.tools.rollouts import CPU_FLAGS, Load, ask, install_stand_ins, real_router, served_revision
+
 pytestmark = pytest.mark.hosts
 
 ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = ["roll-c", "roll-d", "roll-e", "roll-f"]
-SITE = "/opt/sglang/venv/lib/python3.11/site-packages/sglang"
 VARIABLES = {
     "sglang_venv": "/opt/sglang/venv",
     "sglang_model_path": "/models/tiny-llama",
     "sglang_host": "0.0.0.0",
     "sglang_waves": [1],
-    "sglang_flags": {
-        "device": "cpu",
-        "load_format": "dummy",
-        "attention_backend": "torch_native",
-        "max_total_tokens": 4096,
-        "max_running_requests": 8,
-        "sleep_on_idle": True,
-    },
+    "sglang_flags": CPU_FLAGS,
     "sglang_ready_interval": 1,
     "sglang_ready_successes": 2,
     "sglang_ready_stall_timeout": 120,
@@ -68,11 +61,7 @@ class Rollout:
 
     def serves(self, host, instance="default"):
         """The revision of the running process."""
-        return self.hosts.shell(
-            host,
-            f"tr '\\0' '\\n' < /proc/$(systemctl show -p MainPID --value sglang-{instance})/environ"
-            " | sed -n s/^STAND_IN_REVISION=//p",
-        ).strip()
+        return served_revision(self.hosts, host, instance)
 
     def fails(self, host, revision):
         self.hosts.shell(host, f"echo '{revision}' > /etc/stand-in-fails")
@@ -88,10 +77,7 @@ def hosts(fleet):
 @pytest.fixture(scope="module")
 def rollout(hosts, tmp_path_factory):
     """Four hosts that run revision one."""
-    for host in STAND_INS:
-        for source, name in (("rollout_server", "launch_server"), ("scripted_server", "scripted_server")):
-            text = (ROOT / "tests" / "stand_ins" / f"{source}.py").read_text()
-            hosts.shell(host, f"cat > {SITE}/{name}.py <<'END_OF_FILE'\n{text}END_OF_FILE\nrm -f /etc/stand-in-fails")
+    install_stand_ins(hosts, STAND_INS)
     rollout = Rollout(hosts, tmp_path_factory.mktemp("rollout"))
     done = rollout.run(STAND_INS, "one", sglang_waves=[4])
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr
@@ -238,57 +224,14 @@ def test_going_back_by_hand_to_a_named_revision(rollout):
 ROUTER = "http://10.91.8.1:31900"
 
 
-def ask(url, body=None):
-    request = urllib.request.Request(
-        url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=90) as answer:
-        return json.load(answer)
-
-
-class Load:
-    """Clients that ask for generations one after another, and count what they get."""
-
-    def __init__(self, clients=3):
-        self.good, self.bad, self.over = 0, [], threading.Event()
-        self.lock = threading.Lock()
-        self.threads = [threading.Thread(target=self.client) for _ in range(clients)]
-
-    def client(self):
-        body = {"text": "hello", "sampling_params": {"max_new_tokens": 16, "ignore_eos": True}}
-        while not self.over.wait(0.3):
-            try:
-                made = ask(ROUTER + "/generate", body)["meta_info"]["completion_tokens"]
-                problem = None if made == 16 else f"{made} tokens"
-            except (OSError, ValueError, KeyError) as error:
-                problem = repr(error)
-            with self.lock:
-                self.good += problem is None
-                self.bad += [problem] if problem else []
-
-    def __enter__(self):
-        for thread in self.threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_exception):
-        self.over.set()
-        for thread in self.threads:
-            thread.join()
+def workers_of_router():
+    return ask(ROUTER + "/workers")["workers"]
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory):
-    """The router of PyPI, in an environment of its own, without workers."""
-    folder = tmp_path_factory.mktemp("router")
-    subprocess.run([sys.executable, "-m", "venv", str(folder / "venv")], check=True, timeout=120)
-    python = str(folder / "venv" / "bin" / "python")
-    subprocess.run([python, "-m", "pip", "install", "-q", "sglang-router==0.3.2"], check=True, timeout=300)
-    argv = [python, "-m", "sglang_router.launch_router", "--host", "10.91.8.1", "--port", "31900",
-            "--prometheus-port", "31999", "--policy", "round_robin"]  # fmt: skip
-    with (folder / "log").open("w") as log, subprocess.Popen(argv, stdout=log, stderr=log) as process:
-        yield lambda: ask(ROUTER + "/workers")["workers"]
-        process.terminate()
+    with real_router(tmp_path_factory.mktemp("router"), "10.91.8.1", 31900):
+        yield workers_of_router
 
 
 @pytest.mark.slow
@@ -299,7 +242,7 @@ def test_a_rolling_restart_behind_the_real_router_loses_no_request(hosts, router
     assert done.returncode == 0, done.stdout[-3000:]
     urls = ["http://10.91.8.11:30000", "http://10.91.8.12:30000"]
     assert sorted(row["url"] for row in router()) == urls, "added after they were proven"
-    with Load() as load:
+    with Load(ROUTER, 3) as load:
         done = rollout.run(workers, "two", **behind)
     assert done.returncode == 0 and "2 done: roll-a, roll-b" in done.stdout
     assert load.bad == [] and load.good > 20
