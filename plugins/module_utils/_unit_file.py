@@ -840,22 +840,23 @@ def _review_devices(unit: Unit) -> list[dict[str, Any]]:
     return problems
 
 
+def _below(unit: Unit, key: str, least: int) -> str | None:
+    """The soft limit of a setting where it is a number below ``least``."""
+    value = (setting(unit, "Service", key) or "").split(":")[0]
+    return value if value.isdigit() and int(value) < least else None
+
+
 def _review_limits(unit: Unit) -> list[dict[str, Any]]:
     problems = []
-    threads = "SGLang, NCCL and the compilers start many threads; leave it at infinity"
-    for key, least, code, why in (
-        ("TasksMax", MIN_TASKS, "tasks_max_too_low", threads),
-        ("LimitNPROC", MIN_TASKS, "tasks_max_too_low", threads),
-        (
-            "LimitNOFILE",
-            MIN_FILES,
-            "nofile_too_low",
-            f"each client, weight file and queue takes some; give it {MIN_FILES} or more",
-        ),
-    ):
-        value = (setting(unit, "Service", key) or "").split(":")[0]
-        if value.isdigit() and int(value) < least:
-            problems.append(_problem(code, f"{key}={value}: {why}", setting=key))
+    for key in ("TasksMax", "LimitNPROC"):
+        tasks = _below(unit, key, MIN_TASKS)
+        if tasks:
+            text = f"{key}={tasks}: SGLang, NCCL and the compilers start many threads; leave it at infinity"
+            problems.append(_problem("tasks_max_too_low", text, setting=key))
+    files = _below(unit, "LimitNOFILE", MIN_FILES)
+    if files:
+        text = f"LimitNOFILE={files}: each client, weight file and queue takes some; give it {MIN_FILES} or more"
+        problems.append(_problem("nofile_too_low", text, setting="LimitNOFILE"))
     for key in ("LimitAS", "LimitDATA"):
         size = parse_size((setting(unit, "Service", key) or "infinity").split(":")[0])
         if size is not None and size != float("inf"):
